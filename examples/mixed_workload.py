@@ -3,7 +3,7 @@ smooths them: six frameworks, one process, one budget.
 
     python examples/mixed_workload.py                      # with the budget of examples/mixed.yaml
     python examples/mixed_workload.py --without-memguard   # what happens otherwise
-    python examples/mixed_workload.py --record trace.jsonl # write what is allocated, for `memguard simulate`
+    python examples/mixed_workload.py --record trace.jsonl # write what is allocated, for `memguard replay`
 
 Needs a GPU, tensorflow, torch, cupy, jax, numba-cuda, pycuda and nvcc. The images are made here, from a fixed seed.
 No array passes through the host on its way from one framework to the next.

@@ -3,11 +3,12 @@
     import memguard
     memguard.init("budget.yaml")      # first line of the script
 
-The names in `__all__` are what a program calls, and the errors that it may have to catch. `memguard.types` has the
-types of what they return, `memguard.errors` every exception, `memguard.exchange` arrays between frameworks.
+`__all__` lists the functions that a program calls and the errors that it may need to catch. `memguard.types` has the
+types of arguments and results, `memguard.errors` all exceptions, `memguard.exchange` the exchange of arrays between
+frameworks.
 
-Importing this imports no framework, starts no thread and opens no file but its modules: each name is bound when it is
-first used.
+Importing memguard imports no framework, starts no thread and reads no file except its modules. Each name is imported at
+its first use.
 """
 
 from __future__ import annotations
@@ -128,10 +129,10 @@ __all__ = [
 logging.getLogger("memguard").addHandler(logging.NullHandler())
 
 
-if not TYPE_CHECKING:  # so that a type checker sees the names above, and no others
+if not TYPE_CHECKING:  # hidden from type checkers, which accept any name if `__getattr__` exists
 
     def __getattr__(name: str) -> object:
-        if name in _MODULES:  # which their import binds here
+        if name in _MODULES:  # the import binds the module here
             return importlib.import_module(f"memguard.{name}")
         home = _HOMES.get(name)
         if home is None:

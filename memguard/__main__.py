@@ -3,7 +3,7 @@
 import os
 import sys
 
-# Python puts the current folder first, whose json.py is somebody's file. If memguard itself is in it, it has to stay.
+# Python puts the current folder first, where a json.py may be the user's. Keep the folder if it contains memguard.
 if sys.path and not os.path.samefile(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), sys.path[0] or "."):
     del sys.path[0]
 

@@ -1,4 +1,4 @@
-"""Every exception memguard raises. What a program may have to catch is a name of `memguard` itself, too.
+"""Every exception that memguard raises. Those that a program may have to catch are also names of `memguard` itself.
 
 ::
 
@@ -8,53 +8,33 @@
     │   └── PlanError        the budget is right but does not fit these devices (exit code 2)
     ├── DeviceError          no NVIDIA driver, no GPU, or NVML refuses (exit code 3)
     ├── CapNotApplied        a declared cap cannot hold as declared: reason and remedy
-    │   └── ConflictingSetting   because of a setting of the user's own: `setting` names it
-    ├── BudgetExceeded       `require` or `workload`: the memory asked for cannot be had
-    ├── LeaseRefused         `device: {lease: true}`: other processes hold the GPU, or it has not so much: `holders`
+    │   └── ConflictingSetting   because of a setting that the user made: `setting` names it
+    ├── BudgetExceeded       `require` or `workload`: the requested memory is not available
+    ├── LeaseRefused         `device: {lease: true}`: other processes hold the GPU (`holders`), or it is too small
     ├── UnderPressure        `on_pressure: [raise]`, at the next checkpoint
-    ├── CannotShare          `exchange`: an array cannot be handed over as asked for: reason and remedy
-    ├── CannotSuspend        this process cannot leave its GPUs now: `reasons`; nothing was changed
-    ├── CannotResume         it stays suspended and whole: there is no room, or the driver does not answer
-    ├── Suspended            a call that needs the GPU, in a process that is off it
+    ├── CannotShare          `exchange`: an array cannot be shared or copied as requested: reason and remedy
+    ├── CannotSuspend        this process cannot be suspended now: `reasons`; nothing was changed
+    ├── CannotResume         it stays suspended and intact: the GPU is too full, or the driver does not answer
+    ├── Suspended            a call that needs the GPU, in a suspended process
     ├── NotActive            a call that needs `memguard.init` first
     ├── AlreadyActive        another budget is active; `replace=True` replaces it
     ├── FactsError           facts for `doctor` that cannot be read (exit code 2)
     ├── TraceError           an allocation trace that cannot be read (exit code 2)
-    └── TimelineError        a timeline that cannot be read or begun (exit code 2)
+    └── TimelineError        a timeline that cannot be read or created (exit code 2)
 
-The out-of-memory errors of the frameworks stay their own: memguard never replaces them.
+memguard never replaces the frameworks' own out-of-memory errors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from memguard._base.advice import Advice
 from memguard._base.advice import MemguardError as MemguardError  # noqa: PLC0414 (public here)
+from memguard._base.advice import Problem as Problem  # noqa: PLC0414 (public here)
 from memguard._base.text import visible
 
-
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong in a budget file: where, what was found, what to do."""
-
-    message: str
-    fix: str = ""
-    line: int | None = None
-    column: int | None = None
-    path: str = ""
-
-    def render(self, source: str) -> str:
-        """`file:line:column: message`, the fix on the next line."""
-        return str(self.advice(source))
-
-    def advice(self, source: str) -> Advice:
-        """What `render` makes its text of."""
-        where = source
-        if self.line is not None:
-            where += f":{self.line}:{self.column or 1}"
-        return Advice(f"{where}: {self.path + ': ' if self.path else ''}{self.message}", self.fix)
+Problem.__module__ = __name__  # its public home: pickles and tracebacks name it
 
 
 class ProblemsError(MemguardError):
@@ -82,10 +62,10 @@ class PlanError(ProblemsError):
 
 
 class DeviceError(MemguardError):
-    """No GPU to budget: no driver, no device, or NVML refused. The text says which and what to do.
+    """No usable GPU: no driver, no device, or NVML refused. The text names the cause and the fix.
 
-    `missing`: this process has no GPU at all, which `missing_gpu` of `memguard.init` is for. False if there is one that
-    cannot be used, such as one with a broken driver.
+    `missing`: this process has no GPU at all; `missing_gpu` of `memguard.init` handles this case. False if it has a GPU
+    that cannot be used, for example because its driver is broken.
     """
 
     exit_code = 3
@@ -109,22 +89,21 @@ class CapNotApplied(MemguardError):
 
 
 class ConflictingSetting(CapNotApplied):
-    """A setting of the user's own is looser than the cap, or takes the allocator out of its reach.
-
-    `setting` is what to look for: an environment variable, an option, a call. A stricter one is no conflict: it stays.
+    """A setting that the user made is looser than the cap, or bypasses the capped allocator. `setting` names it: an
+    environment variable, an option, a call. A stricter setting is no conflict: it stays in effect.
     """
 
     def __init__(self, framework: str, setting: str, reason: str, remedy: str) -> None:
         self.setting = setting
         super().__init__(framework, f"{setting} {reason}", remedy)
-        self._given = (framework, setting, reason, remedy)
+        self._arguments = (framework, setting, reason, remedy)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), self._given
+        return type(self), self._arguments
 
 
 class BudgetExceeded(MemguardError):
-    """The memory asked for with `require` or `workload` cannot be had within the budget.
+    """The memory requested by `require` or `workload` is not available within the budget.
 
     `needed` and `available` are bytes.
     """
@@ -138,10 +117,10 @@ class BudgetExceeded(MemguardError):
 
 
 class LeaseRefused(MemguardError):
-    """The lease that the budget asks for cannot be had: at once, or in the time that it may wait. Nothing was changed.
+    """The lease that the budget requests was not granted, at once or within the time to wait. Nothing was changed.
 
     `holders` has a dict for each process that holds one of the GPUs: `pid` (None in another container), `command`,
-    `budget`, `bytes` by GPU (UUID), and `since`, as `time.time()`. It is empty if the GPU is too small in any case.
+    `budget`, `bytes` by GPU (UUID), and `since`, as `time.time()`. It is empty if the GPU is too small for the lease.
     """
 
     def __init__(self, message: str | Advice = "", holders: Sequence[Mapping[str, object]] = ()) -> None:
@@ -153,9 +132,9 @@ class LeaseRefused(MemguardError):
 
 
 class UnderPressure(MemguardError):
-    """Memory has become critical, and the budget says `on_pressure: [raise]`: raised at the next checkpoint.
+    """Memory pressure is critical, and the budget has `on_pressure: [raise]`. Raised at the next checkpoint.
 
-    `framework` is None where the process as a whole nears its limit on the GPU `uuid`.
+    `framework` is None if the process as a whole nears its limit on the GPU `uuid`.
     """
 
     def __init__(self, framework: str | None, uuid: str | None, message: str) -> None:
@@ -168,13 +147,13 @@ class UnderPressure(MemguardError):
 
 
 class CannotShare(MemguardError):
-    """An array cannot be handed to another framework as it was asked for. Nothing was copied, nothing is lost.
+    """An array cannot be shared with, or copied to, another framework as requested. Nothing was changed.
 
-    `producer` is the framework of the array, `consumer` the one that it should go to: None if no framework could have
-    it. `copied` is true if a copy was asked for. `source` and `target` are older names of `producer` and `consumer`.
+    `producer` is the framework of the array, `consumer` the requested one: None if no framework can share the array.
+    `copied` is true if a copy was requested. `source` and `target` are older names of `producer` and `consumer`.
     """
 
-    ag_pass_through = True  # TensorFlow does not rewrite it when it is raised inside a tf.function
+    ag_pass_through = True  # keeps TensorFlow from rewriting it when it is raised inside a tf.function
 
     def __init__(self, producer: str, consumer: str | None, reason: str, remedy: str, copied: bool = False) -> None:
         self.producer, self.consumer, self.reason, self.remedy, self.copied = producer, consumer, reason, remedy, copied
@@ -196,7 +175,7 @@ class CannotShare(MemguardError):
 
 
 class CannotSuspend(MemguardError):
-    """This process cannot leave its GPUs now. Nothing was changed.
+    """This process cannot be suspended now. Nothing was changed.
 
     `reasons` holds (code, reason, remedy) of each reason found.
     """
@@ -213,7 +192,7 @@ class CannotSuspend(MemguardError):
 
 
 class CannotResume(MemguardError):
-    """The process stays suspended and whole; the text says why, and what to do. `lost`: the driver destroyed it."""
+    """The process stays suspended and intact; the text has the cause and the fix. `lost`: the driver destroyed it."""
 
     def __init__(self, said: str | Advice = "", *, fix: str = "", lost: bool = False) -> None:
         self.lost = lost
@@ -221,11 +200,11 @@ class CannotResume(MemguardError):
 
 
 class Suspended(MemguardError):
-    """The call needs a GPU, and this process is off its GPUs."""
+    """The call needs a GPU, and this process is suspended."""
 
 
 class NotActive(MemguardError):
-    """`memguard.init(...)` has not run, or `shutdown` has, or this is a forked child."""
+    """No budget is active: `init` has not run, `shutdown` has ended it, or this is a forked child."""
 
 
 class AlreadyActive(MemguardError):
@@ -245,6 +224,6 @@ class TraceError(MemguardError):
 
 
 class TimelineError(MemguardError):
-    """A timeline that cannot be read, or not be begun where it was asked for."""
+    """A timeline that cannot be read, or cannot be created at its path."""
 
     exit_code = 2

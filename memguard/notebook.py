@@ -1,13 +1,13 @@
-"""`%load_ext memguard`: the ledger as a table, a budget for a cell, and out-of-memory errors that let go of the memory.
+"""`%load_ext memguard`: the ledger as a table, a budget for a cell, and memory freed after an out-of-memory error.
 
     %memguard                                        the ledger
     %memguard plan                                   each cap, and whether it is enforced yet
-    %memguard trim [FRAMEWORK]                       give idle caches back to the driver
-    %memguard suspend [--when-idle 10min]            off the GPUs until the next cell; now, or when there is no work
-    %memguard resume                                 back on the GPUs
-    %%memguard --framework torch --needs 4GiB        admission before the cell; its peak, and what it left, after it
+    %memguard trim [FRAMEWORK]                       return idle caches to the driver
+    %memguard suspend [--when-idle 10min]            suspend the process until the next cell; now, or once it is idle
+    %memguard resume                                 resume the process on the GPUs
+    %%memguard --framework torch --needs 4GiB        admission before the cell; after it, its peak and its growth
 
-It shows the active budget, which `memguard.init` in a cell or MEMGUARD_CONFIG applied.
+The magics use the active budget, which `memguard.init` in a cell or MEMGUARD_CONFIG applied.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _CELL = "%%memguard --framework NAME [--needs SIZE] [--name TEXT]"
 
 def load_ipython_extension(shell: Any) -> None:
     """Called by `%load_ext memguard`."""
-    _unload(shell)  # of a module that was reloaded
+    _unload(shell)  # registered before a reload of this module
     extension = Extension(shell)
     shell.register_magic_function(extension.magic, "line_cell", "memguard")
     shell.events.register("pre_run_cell", extension.runs)
@@ -50,12 +50,14 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Called by `%unload_ext memguard`. The budget stays: that is `memguard.shutdown()`."""
+    """Called by `%unload_ext memguard`. The budget stays: `memguard.shutdown()` ends it."""
     _unload(shell)
 
 
 def _unload(shell: Any) -> None:
-    """Remove what is ours, known by its class's name: a reload makes another class."""
+    """Remove memguard's callbacks and magic, found by class name: a reload defines the class again."""
+    from memguard._node.suspend.triggers import when_idle
+
     for magics in shell.magics_manager.magics.values():
         if _is_ours(magics.get("memguard")):
             del magics["memguard"]
@@ -65,7 +67,7 @@ def _unload(shell: Any) -> None:
                 shell.events.unregister(event, callback)
     if _is_ours(hooks.display):
         hooks.display = None
-    notebook_cells.let_go(shell)
+    when_idle.let_go(shell)
 
 
 def _is_ours(function: Any) -> bool:
@@ -79,12 +81,12 @@ class Extension:
     def __init__(self, shell: Any) -> None:
         self._shell = shell
         self._running = False
-        self._reports: list[Report | str] = []  # for the end of the cell
-        self._notes: list[Callable[[], None]] = []  # what puts back the notes that its traceback shall not show
+        self._reports: list[Report | str] = []  # to show at the end of the cell
+        self._notes: list[Callable[[], None]] = []  # each restores a note that the cell's traceback omits
 
     def magic(self, line: str, cell: str | None = None) -> Any:
         """The ledger; or `%memguard plan`, `%memguard trim [FRAMEWORK]`, `%%memguard --framework NAME --needs SIZE`."""
-        # The frames above the cell are of no interest to its author.
+        # Hide the frames above the cell.
         __tracebackhide__ = "__ipython_bottom__"
         if cell is not None:
             return self._cell(_cell_options(line), cell)
@@ -94,11 +96,11 @@ class Extension:
         except MemguardError as error:
             _refuse(str(error))
 
-    # IPython looks for this: a semicolon at the end of the cell silences the value of its last line.
+    # IPython reads this attribute: a semicolon at the end of the cell suppresses the value of its last line.
     magic._ipython_magic_output_can_be_silenced = True  # type: ignore[attr-defined]
 
     def _cell(self, options: argparse.Namespace, cell: str) -> Any:
-        """Run the cell in the user's namespace; its error is the cell's, as ever."""
+        """Run the cell in the user's namespace. Raises the cell's error unchanged."""
         __tracebackhide__ = "__ipython_bottom__"
         body, last = self._compiled(cell)
         name = options.name or f"cell {self._number}"
@@ -109,11 +111,11 @@ class Extension:
                 value = _run(body, last, self._shell.user_ns)
             failed = False
         except MemguardError as error:
-            if report is None:  # refused before the cell ran: memguard's frames are of no interest
+            if report is None:  # refused before the cell ran: hide memguard's frames
                 raise error.with_traceback(None) from None
             raise
         except BaseException as error:
-            if self._running:  # the report follows the traceback
+            if self._running:  # show the report after the traceback
                 self._notes.append(hooks.without_note(error, True))
             raise
         finally:
@@ -123,15 +125,15 @@ class Extension:
 
     @property
     def _number(self) -> int:
-        """The number in brackets before the cell. In newer IPythons the shell's own counter is one further."""
+        """The number in brackets before the cell. The shell's own counter is one ahead in newer versions of IPython."""
         number: int = self._shell.displayhook.prompt_count
         return number
 
     def _compiled(self, cell: str) -> tuple[Any, Any]:
-        """The cell's statements, and its last line if that is an expression, whose value the shell shows."""
+        """Compile the cell: its statements, and its last line if that is an expression whose value the shell shows."""
         compiler = self._shell.compile
         text = self._shell.transform_cell(cell)
-        place = compiler.cache(text, self._number, raw_code=cell)  # tracebacks show its lines
+        place = compiler.cache(text, self._number, raw_code=cell)  # so that tracebacks show the cell's lines
         tree = self._shell.transform_ast(compiler.ast_parse(text, filename=place))
         last = None
         if tree.body and isinstance(tree.body[-1], ast.Expr):
@@ -139,15 +141,15 @@ class Extension:
         return compiler(tree, place, "exec"), last
 
     def show(self, report: Report | str) -> None:
-        """Show a report, or a line in its place: while a cell runs, after its traceback; else at once."""
+        """Show a report or its one-line replacement: at once, or after the traceback while a cell runs."""
         if self._running:
             self._reports.append(report)
         else:
             print(report, file=sys.stderr)
 
     def runs(self, info: Any = None) -> None:
-        """Before each cell."""
-        hooks.in_full_again()  # the report of an earlier cell may be out of sight
+        """Called before each cell."""
+        hooks.show_next_in_full()  # the report of an earlier cell may have scrolled away
         self._put_notes_back()
         self._running = True
 
@@ -156,10 +158,10 @@ class Extension:
             self._notes.pop()()
 
     def ran(self, result: Any) -> None:
-        """After each cell, when its traceback has been shown."""
+        """Called after each cell and its traceback."""
         self._put_notes_back()
         error = getattr(result, "error_in_exec", None)
-        found = hooks.seen(error) if error is not None else None
+        found = hooks.report_error(error) if error is not None else None
         self._running = False
         reports, self._reports = self._reports, []
         for report in reports:
@@ -169,12 +171,12 @@ class Extension:
             from IPython.display import display
 
             display({"text/plain": str(report), "text/html": report._repr_html_()}, raw=True)
-        if error is not None and found is not None:  # another error's locals are for %debug
+        if error is not None and found is not None:  # keep the locals of other errors for %debug
             _release(error)
 
 
 def _release(error: BaseException) -> None:
-    """Let go of what the error holds, and print what became free."""
+    """Clear the error's frames, and print the memory that this freed."""
     before = _in_use()
     let_go(error)
     after = _in_use()
@@ -185,24 +187,24 @@ def _release(error: BaseException) -> None:
 
 
 def let_go(error: BaseException) -> None:
-    """Empty the frames of the error, and of the errors that it came from: arrays live in their locals.
+    """Clear the frames of the error, its causes and contexts: their locals keep arrays alive.
 
-    The error, its traceback and its text stay wherever they are kept (`sys.last_value`, the shell, a variable of the
-    user's): `%tb` shows them again, but `%debug` finds no locals. A generator or coroutine that caught the error and is
-    suspended keeps what it has.
+    The error, its traceback and its text stay available (`sys.last_value`, the shell, a variable of the user's): `%tb`
+    shows them again, but `%debug` finds no locals. A suspended generator or coroutine that caught the error keeps its
+    locals.
     """
     frames = [place.tb_frame for one in _chain(error) for place in _places(_TRACEBACK.__get__(one))]
     waiting = _waiting([frame for frame in frames if frame.f_code.co_flags & _GENERATORS])
     for frame in frames:
-        if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # of a module or a cell: the names are the user's
+        if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a module's or cell's frame: its names are the user's
             continue
-        if id(frame) in waiting:  # `clear` would end it, up to Python 3.12
+        if id(frame) in waiting:  # up to Python 3.12 `clear` would end the generator
             continue
         try:
             frame.clear()
-        except RuntimeError:  # it still runs
+        except RuntimeError:  # the frame still runs
             continue
-        _ = frame.f_locals  # up to Python 3.12 a copy, which reading it empties
+        _ = frame.f_locals  # up to Python 3.12 a cached copy, which this read empties
     gc.collect()
 
 
@@ -213,9 +215,9 @@ def _places(place: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _waiting(frames: list[FrameType]) -> set[int]:
-    """The ids of those frames whose generator or coroutine is not over and still has them.
+    """The ids of those frames that belong to an unfinished generator or coroutine.
 
-    A frame does not know its generator: that takes a search through all objects of Python.
+    A frame has no reference to its generator, so this searches all of Python's objects.
     """
     owners = gc.get_referrers(*frames) if frames else []
     names = {GeneratorType: "gi_frame", CoroutineType: "cr_frame", AsyncGeneratorType: "ag_frame"}
@@ -223,7 +225,7 @@ def _waiting(frames: list[FrameType]) -> set[int]:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, its causes and contexts, and those within a group; each once."""
+    """The error, its causes and contexts, and the members of groups; each once."""
     waiting, known = [error], set()
     while waiting:
         one = waiting.pop()
@@ -231,7 +233,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             continue
         known.add(id(one))
         yield one
-        cause, context, members = hooks.kin(one)
+        cause, context, members = hooks.related(one)
         waiting += [other for other in (cause, context, *members) if other is not None]
 
 
@@ -252,15 +254,15 @@ def _line(words: list[str], shell: Any) -> Any:
 
 
 def _suspended(shell: Any, when: str | None) -> str:
-    """`%memguard suspend`, now or when idle: what follows from it."""
+    """Carry out `%memguard suspend`, now or when idle. Returns the text to show."""
     from memguard._budget.values import IDLE, duration
-    from memguard._node import suspend
     from memguard._node.suspend import self_suspend
     from memguard._node.suspend.triggers import when_idle
+    from memguard._node.suspend.types import TIMEOUT
 
-    found, ignored = notebook_cells.attach(shell), suspend.ignores_host_memory()
+    found, ignored = notebook_cells.attach(shell), self_suspend.ignores_host_memory()
     if when is None:
-        return f"{self_suspend.suspend(suspend.TIMEOUT, 'asked', found.owner, ignored)}; the next cell brings it back"
+        return f"{self_suspend.suspend(TIMEOUT, 'asked', found.owner, ignored)}; the next cell brings it back"
     if when == "never":
         when_idle.end()
         return "this process stays on its GPUs, however long it is idle"
@@ -273,7 +275,7 @@ def _suspended(shell: Any, when: str | None) -> str:
 
 
 def _resumed(shell: Any) -> str:
-    """`%memguard resume`: waits for room."""
+    """Carry out `%memguard resume`, waiting for GPU memory. Returns the text to show."""
     from memguard._node import suspend
     from memguard._node.suspend.triggers import progress
 
@@ -330,7 +332,7 @@ def _words(line: str, usage: str) -> list[str]:
 
 
 def _refuse(text: str) -> NoReturn:
-    """An error that the shell shows without a traceback."""
+    """Raise an error that the shell shows without a traceback."""
     from IPython.core.error import UsageError
 
     raise UsageError(text) from None

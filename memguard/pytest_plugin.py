@@ -1,12 +1,12 @@
 """The pytest plugin: `docs/testing.md`. Off with `-p no:memguard`.
 
-- A failed test with an out-of-memory error shows memguard's report.
-- `@pytest.mark.memguard_budget(...)` and the fixture `memguard_budget` give a test a budget. A budget that begins
-  within a test, whoever began it, ends with it.
-- `--memguard-leaks` fails a test that leaves more GPU memory than it found.
+- A test that fails with an out-of-memory error shows memguard's report.
+- `@pytest.mark.memguard_budget(...)` and the fixture `memguard_budget` give a test a budget. Every budget that begins
+  during a test ends with the test.
+- `--memguard-leaks` fails a test after which more GPU memory is in use than before it.
 
-pytest loads this wherever memguard is installed. It imports nothing of memguard and no framework until a test asks for
-a budget or the option is given.
+pytest loads this plugin wherever memguard is installed. The plugin imports no framework, and imports the rest of
+memguard only for a test with a budget or with that option.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 class _Run:
-    """One run of pytest in this process, and the test that it is at."""
+    """One run of pytest in this process, and the state of its current test."""
 
     def __init__(self, leaks: bool, tolerance: int | None) -> None:
         self.leaks, self.tolerance = leaks, tolerance
         self.watcher: Watcher | None = None
         self.before: Before | None = None
-        """What was active before the test; None before memguard was loaded, and between tests."""
+        """The budget in effect before the test; None before memguard was loaded, and between tests."""
         self.within = False
-        """Whether a test is on its way."""
+        """Whether a test is running."""
         self.check: Check | None = None
 
 
@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declare the markers. Raises pytest.UsageError for a tolerance that is no size."""
+    """Declare the markers. Raises pytest.UsageError if the tolerance is not a size."""
     config.addinivalue_line(
         "markers",
         "memguard_budget(budget, *, simulate=None, missing_gpu='raise', replace=False, **keys): a GPU memory budget "
@@ -80,19 +80,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture
 def memguard_budget(request: pytest.FixtureRequest) -> Guard:
-    """The guard of the test's budget: that of its marker `memguard_budget`, or of its indirect parameter."""
+    """The guard of the test's budget, which its marker `memguard_budget` or its indirect parameter gives."""
     from memguard._tools.testing import budgets
 
     run = request.config.stash[_RUN]
-    guard: Guard = budgets.begin(request)  # it ends with the test
+    guard: Guard = budgets.begin(request)  # ended after the test
     if run.check is not None:
         run.check.begun()
     return guard
 
 
-@pytest.hookimpl(tryfirst=True)  # no wrapper: what it raises must not keep other plugins' wrappers from beginning
+@pytest.hookimpl(tryfirst=True)  # no wrapper: its error must not skip other plugins' wrappers
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Note what is active, take the first reading, and put the budget before the test's other fixtures."""
+    """Record the active budget, take the first reading, and set up the budget before the test's other fixtures."""
     run = item.config.stash[_RUN]
     run.within, run.before = True, _active()
     if item.get_closest_marker("memguard_budget") is not None:
@@ -104,7 +104,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_fixture_setup(fixturedef: Any, request: Any) -> Generator[None, Any, None]:
-    """What a fixture of a wider scope begins or holds is not the test's."""
+    """Exclude from the test the budgets and memory that a fixture of a wider scope begins or holds."""
     if fixturedef.scope == "function":
         yield
         return
@@ -120,7 +120,7 @@ def pytest_fixture_setup(fixturedef: Any, request: Any) -> Generator[None, Any, 
 
 
 def pytest_fixture_post_finalizer(fixturedef: Any, request: Any) -> None:
-    """Such a fixture is torn down, within the teardown of the last test that used it."""
+    """Called when such a fixture is torn down, during the teardown of the last test that used it."""
     if fixturedef.scope != "function":
         check = request.config.stash[_RUN].check
         if check is not None:
@@ -129,7 +129,7 @@ def pytest_fixture_post_finalizer(fixturedef: Any, request: Any) -> None:
 
 @pytest.hookimpl(hookwrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, None]:
-    """Once everything of the test is torn down: look for leaks, then end the budget that began within it."""
+    """After the teardown of the test: check for leaks, then end the budget that began during the test."""
     outcome = yield
     run = item.config.stash[_RUN]
     check, run.check = run.check, None
@@ -149,7 +149,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A run that was interrupted within a test leaves no budget either. pytest has torn the fixtures down."""
+    """End the budget of a test during which the run was interrupted. pytest has torn down the fixtures by now."""
     run = session.config.stash.get(_RUN, None)
     if run is not None:
         _end(run)
@@ -157,22 +157,22 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(hookwrapper=True)  # the newer `wrapper` needs pytest 8
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, None]:
-    """Put the report of an out-of-memory error beside the test's own. What an error's frames hold is no leak."""
+    """Add the out-of-memory report to the test's report. Memory that an error's frames hold is no leak."""
     outcome = yield
     if call.excinfo is None:
         return
     item.config.stash[_RUN].check = None
     report = outcome.get_result()
-    hooks = sys.modules.get("memguard._oom.hooks")  # loaded with the first budget
+    hooks = sys.modules.get("memguard._oom.hooks")  # only if a budget has loaded it
     if hooks is None or not report.failed:
         return
-    found = hooks.seen(call.excinfo.value, show=False)
+    found = hooks.report_error(call.excinfo.value, show=False)
     if found is not None:
         report.sections.append(("memguard", str(found)))
 
 
 def _active() -> Before | None:
-    """What is active; None, and nothing is loaded, if memguard's `init` never was."""
+    """The budget in effect; None if memguard's runtime was never imported. Imports nothing."""
     if "memguard.api" not in sys.modules:
         return None
     from memguard._tools.testing import budgets
@@ -190,15 +190,15 @@ def _end(run: _Run) -> None:
 
 
 def _put_first(item: pytest.Item, name: str) -> None:
-    """Before the other fixtures of the test, and after those of wider scopes, as if it were an autouse fixture."""
+    """Order the fixture before the test's other fixtures and after those of wider scopes, like an autouse fixture."""
     names: list[str] | None = getattr(item, "fixturenames", None)
-    if names is None:  # no test of Python's
+    if names is None:  # the item is no Python test
         return
     known = getattr(getattr(item, "_fixtureinfo", None), "name2fixturedefs", {})
     others = [one for one in names if one != name]
     own = [one in known and known[one][-1].scope == "function" for one in others]
     place = own.index(True) if True in own else len(others)
-    # A new list: the tests of one function with other parameters share the old one.
+    # A new list, because a function's tests with different parameters share the old one.
     item.fixturenames = [*others[:place], name, *others[place:]]  # type: ignore[attr-defined]
 
 
@@ -213,7 +213,7 @@ def _check_of(run: _Run, marker: pytest.Mark | None) -> Check | None:
             tolerance = tolerance if own is None else own
         except ValueError as error:
             wrong = str(error)
-    if wrong:  # out here, so that the failure is not shown as one that came while another was handled
+    if wrong:  # outside `except`, so that the failure has no context
         how = f"{leaks.MARKER}(tolerance='8MiB'), or {leaks.MARKER}(check=False)"
         pytest.fail(f"{leaks.MARKER}: {wrong}\n    fix: {how}", pytrace=False)
     if not check:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from memguard._base.blocks import Block
     from memguard._base.framework_spec import FrameworkName
-    from memguard._base.specs import framework_name
     from memguard._base.types import (
         Device,
         DevicePlan,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         Sample,
         WorkloadReport,
     )
+    from memguard._frameworks.specs import framework_name
     from memguard._guard.figures import DeviceReclaimable, FrameworkReclaimable, Reclaimable
     from memguard._ledger.types import DeviceLedger, Ledger, Row
     from memguard._node.suspend.types import Suspension, Wait
@@ -48,7 +48,7 @@ _HOMES = {
         "memguard._guard.figures": ("DeviceReclaimable", "FrameworkReclaimable", "Reclaimable"),
         "memguard._runtime.retry": ("Attempt", "Attempts"),
         "memguard._base.framework_spec": ("FrameworkName",),
-        "memguard._base.specs": ("framework_name",),
+        "memguard._frameworks.specs": ("framework_name",),
         "memguard._node.suspend.types": ("Suspension", "Wait"),
         "memguard._timeline.reader": ("Timeline",),
         "memguard._base.types": (

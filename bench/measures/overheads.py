@@ -12,8 +12,8 @@ from bench.measure import Run, measure
 from bench.programs import six
 from bench.programs.six import GIB, MIB, NAMES
 from memguard._base.framework_spec import CONTEXT, OVERHEADS, SECOND_CONTEXT
-from memguard._base.specs import SPECS
 from memguard._budget.policy import auto_reserve
+from memguard._frameworks.specs import SPECS
 
 SECOND = "second context"
 AT_ONCE = 3

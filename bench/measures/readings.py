@@ -63,9 +63,6 @@ class Bare:
         memory, version = pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2
         listed = pynvml._nvmlGetFunctionPointer("nvmlDeviceGetComputeRunningProcesses_v3")
         count, room = ctypes.c_uint(), (pynvml.c_nvmlProcessInfo_t * 32)()
-        cuda = ctypes.CDLL("libcuda.so.1")
-        flags, active = ctypes.c_uint(), ctypes.c_int()
-        state, flags_at, active_at = cuda.cuDevicePrimaryCtxGetState, ctypes.byref(flags), ctypes.byref(active)
 
         def processes() -> None:  # with one call of NVML; nvidia-ml-py makes two
             count.value = 32
@@ -73,7 +70,6 @@ class Bare:
 
         self.memory: Callable[[], Any] = lambda: memory(handle, version=version)
         self.processes: Callable[[], Any] = processes
-        self.context: Callable[[], Any] = lambda: state(0, flags_at, active_at)
         self.counters = _counters()
         self.requester = self.counters[REQUESTER]
 
@@ -84,7 +80,6 @@ class Bare:
             counter()
         self.processes()
         self.memory()
-        self.context()
 
     def sample(self) -> None:
         self.memory()

@@ -9,6 +9,8 @@ from typing import Any
 import site_markup
 import site_names
 
+from memguard._base import findings
+
 BELOW = {"doctor/README": "*"}
 """Pages with others below them, which GitHub shows by their links: they get a table of contents on the site."""
 
@@ -27,6 +29,8 @@ def setup(app: Any) -> dict[str, bool]:
 
 def _read(app: Any, name: str, source: list[str]) -> None:
     folder = str(PurePosixPath("docs", name).parent)
+    if folder == "docs/doctor" and name not in BELOW:
+        source[0] = findings.page(PurePosixPath(name).name).text  # with the sentence that the front matter makes
     source[0] = site_markup.page(source[0], folder)
     if name in BELOW:
         source[0] += f"\n\n```{{toctree}}\n:hidden:\n:glob:\n\n{BELOW[name]}\n```\n"

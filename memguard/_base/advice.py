@@ -1,6 +1,7 @@
 """A message as data (reason, fix, alternatives), and the base classes of the errors that carry it.
 
-Only `str()` joins the parts to text. Rooms import errors from `memguard.errors`, but for `_base`, which is below it.
+Only `str()` joins the parts to text. Other rooms import errors from `memguard.errors`; `_base` cannot, as it is a lower
+room.
 """
 
 from __future__ import annotations
@@ -37,6 +38,28 @@ class Advice:
     def with_alternatives(self, *alternatives: str) -> Advice:
         """A copy with exactly these alternatives."""
         return replace(self, alternatives=alternatives)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake in a budget file: its place, the value found, and the fix."""
+
+    message: str
+    fix: str = ""
+    line: int | None = None
+    column: int | None = None
+    path: str = ""
+
+    def render(self, source: str) -> str:
+        """`file:line:column: message`, the fix on the next line."""
+        return str(self.advice(source))
+
+    def advice(self, source: str) -> Advice:
+        """The text of `render` as data."""
+        where = source
+        if self.line is not None:
+            where += f":{self.line}:{self.column or 1}"
+        return Advice(f"{where}: {self.path + ': ' if self.path else ''}{self.message}", self.fix)
 
 
 class InvalidValue(ValueError):

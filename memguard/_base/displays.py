@@ -37,9 +37,9 @@ def _row(tag: str, row: Sequence[str], sides: Sequence[str]) -> str:
 
 
 def plan_text(plan: Plan, holds: Mapping[str, str] | None, notes: Iterable[str] = ()) -> str:
-    """Each GPU's plan in lines. `holds` gives each framework's enforcement; a framework missing from it is shut down.
+    """Format each GPU's plan as lines of text.
 
-    None: the enforcement is unknown.
+    `holds` maps each framework to its enforcement; a framework missing from it is shut down. None: enforcement unknown.
     """
     lines = []
     for part in plan.devices:

@@ -40,7 +40,7 @@ LIBRARIES: Mapping[str, str] = MappingProxyType(
 """Libraries whose first use allocates GPU memory, each with the prefix of its file name. cuDNN is listed by the parts
 that it loads at first use, because an import already loads `libcudnn.so`."""
 KERNELS = "kernels"
-DOORS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
+ENTRY_POINTS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     {
         "cublas": ("libcublas.so", ("cublasCreate_v2",)),
         "cudnn": ("libcudnn_graph.so", ("cudnnCreate",)),
@@ -72,7 +72,7 @@ OVERHEADS: Mapping[str, Outside] = MappingProxyType(
         SECOND_CONTEXT: Outside(518 * MIB, CONTEXT),
     }
 )
-"""Memory outside the caps that belongs to no framework, by name. A numbered name falls back to its base name."""
+"""Memory outside the caps that belongs to no framework, by name. `nccl 3` has the entry of `nccl`."""
 
 
 class Option(NamedTuple):
@@ -109,10 +109,10 @@ class ErrorPattern(NamedTuple):
 
     `text` is a regular expression for the error's text, ignoring case; `type` is one for the qualified name of its type
     and of each base class. Both must match. Errors are only matched if a type's name contains "Memory", or the text one
-    of `STEMS` in `memguard._oom.classify` or of the spec's `stems`. `certain` is False if the same words have other
-    causes. `why` explains the match in a few words. `shared`: other frameworks use the same words, so the error's type
-    identifies the requester. `refused`: the requester's own allocator raises this error, and only for two reasons: its
-    cap is reached or the GPU is full.
+    of `STEMS` in `memguard._oom.classify` or of the spec's `stems`. `certain` is False if errors with other causes have
+    the same text. `why` explains the match in a few words. `shared`: other frameworks use the same words, so the
+    error's type identifies the requester. `refused`: the requester's own allocator raises this error, and only for two
+    reasons: its cap is reached or the GPU is full.
     """
 
     memory: Memory
@@ -128,8 +128,9 @@ class Allocators(NamedTuple):
     """The environment variable that selects a framework's allocator, and the values under which no cap can be set.
 
     `uncapped` maps each such value to the reason, as the end of a sentence that begins with the setting. `unlimited`
-    lists those of them that obey no limit at all. Under the values in `capped`, and under an empty one, a cap holds.
-    `unknown` is the reason for any other value; without it, any other value selects the default allocator.
+    lists the values of `uncapped` under which no limit at all applies. Under the values in `capped`, and under an empty
+    one, a cap holds. `unknown` is the reason for any other value; without it, any other value selects the default
+    allocator.
     """
 
     variable: str = ""
@@ -229,7 +230,7 @@ class FrameworkSpec:
     colour            its colour in reports, `#rrggbb`; empty: the next free colour of a default list
     terminal_colour   the same on the screen of `memguard top`: one of the terminal's 16 colours
     exchanged         how `exchange` reads and makes its arrays; None if it cannot
-    asks              its allocator is memguard's: before it refuses, it requests room and a higher elastic cap
+    requests_room     its allocator is memguard's: before it refuses, it requests room and a higher elastic cap
     """
 
     name: str
@@ -274,7 +275,7 @@ class FrameworkSpec:
     colour: str = ""
     terminal_colour: str = ""
     exchanged: Exchanged | None = None
-    asks: bool = False
+    requests_room: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "hook", self.hook or self.module)

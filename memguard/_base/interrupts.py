@@ -18,13 +18,14 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
 
     Every delivery counts: after two Ctrl-C the handler runs twice. A handler's exception is raised out of the block; an
     exception of the block itself is then its `__context__`. A handler that the block installs stays, is not deferred,
-    and receives what was recorded for its signal.
+    and receives the deliveries recorded for its signal.
 
     It does nothing on other threads and in subinterpreters, where Python runs no handlers, and within another such
     block. Handlers in C (faulthandler, the wakeup fd, `SIG_DFL`) and the flags of `signal.siginterrupt` stay as they
     are. Keep waits outside: locks that may block, imports, joins and callbacks of the program could not be interrupted.
 
-    It protects against signals only: an exception that another thread sets in this one, or MemoryError, comes through.
+    It protects against signals only: an exception that another thread sets in this one, or MemoryError, is not
+    deferred.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
                     recorder = _Recorder(self, number, handler)
                     self._replaced.append(recorder)
                     _install(number, recorder)
-        except BaseException as error:  # by a handler that was not replaced yet, or in a subinterpreter
+        except BaseException as error:  # raised by a handler not replaced yet, or in a subinterpreter
             self._end(sys._getframe(1))
             if not (isinstance(error, ValueError) and "main interpreter" in str(error)):
                 raise
@@ -72,7 +73,7 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
             self._drop_of_the_parent()
             while self._recorded:
                 handler = signal.getsignal(self._recorded[0])
-                # By the handler the program has now. One call: no signal comes between the removal and the handler.
+                # Call the program's current handler. One C call: no signal comes between the removal and the handler.
                 call = handler if callable(handler) else lambda number, frame: signal.raise_signal(number)
                 next(map(call, map(self._recorded.pop, (0,)), (frame,)))
         finally:
@@ -80,14 +81,14 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
                 self._end(frame)
 
     def _drop_of_the_parent(self) -> None:
-        """A forked child inherits the list, but the signals were sent to its parent."""
+        """In a forked child, drop the recorded signals: they were sent to its parent."""
         if self._process != os.getpid():
             self._process = os.getpid()
             self._recorded.clear()
 
 
 class _Recorder:
-    """Records its signal during the block. If the program kept it beyond the block, it calls the handler.
+    """The handler during the block: records its signal. Called after the block, it calls the original handler.
 
     The weak reference ends the deferral with the block even if an exception from another thread prevents `__exit__`.
     """
@@ -103,7 +104,7 @@ class _Recorder:
 
 
 def _install(number: int, handler: Any) -> None:
-    """Change the handler in Python's table only: `signal.signal` also sets the disposition, which is put back."""
+    """Change the handler in Python's table only: restores the disposition that `signal.signal` sets too."""
     sigaction, buffer = _libc()
     before = buffer()
     known = sigaction(int(number), None, before) == 0
@@ -116,7 +117,7 @@ def _install(number: int, handler: Any) -> None:
 
 @functools.cache
 def _libc() -> tuple[Callable[..., int], Callable[[], Any]]:
-    """The system call, and a buffer larger than its struct. A platform without it loses the flags."""
+    """libc's `sigaction`, and a buffer larger than its struct. Without them `signal.siginterrupt`'s flags are lost."""
     try:
         import ctypes
 

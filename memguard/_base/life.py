@@ -1,4 +1,4 @@
-"""memguard's fork and exit hooks: one list of each, run in the order of `Rank`.
+"""memguard's fork and exit hooks: one list of each, run in the order of `HookOrder`.
 
 Only this module calls `os.register_at_fork` and `atexit.register`, except `_memguard_environment`, which runs before
 memguard can be imported. It is in the lowest room because every room has
@@ -28,8 +28,8 @@ from memguard._base.logs import text_of
 Call = Callable[[], object]
 
 
-class Rank(IntEnum):
-    """Lower rooms first. A forked child renews lower rooms before their users; an exit ends upper rooms first."""
+class HookOrder(IntEnum):
+    """The order of hooks, lower rooms first. A forked child renews lower rooms first; an exit ends upper ones first."""
 
     CUDA = 1
     """The list of CUDA contexts (`_devices.contexts`)."""
@@ -38,49 +38,51 @@ class Rank(IntEnum):
     EXPORTS = 3
     """Arrays shared with other processes."""
     LEASES = 4
-    """The database of leases: the only lock that a fork waits for."""
+    """The database of leases: a fork waits 0.1 s at most for its lock, and for no other."""
     RECORDER = 5
     """`memguard suggest`: a recording without a budget."""
     BUDGET = 6
     """The budget in effect: its guard, monitor, timeline and extensions."""
     METRICS = 7
-    TOLD = 8
+    ENDPOINTS = 8
     """The endpoints that publish this process to others and take their requests."""
-    IDLE = 9
+    IDLE_WATCHER = 9
     """The idle watcher."""
-    CELLS = 10
+    NOTEBOOK = 10
     """Notebook cells."""
     SUSPENSION = 11
     """At exit a suspended process is resumed before all other hooks run."""
 
 
-class _Hook(NamedTuple):
-    rank: Rank
+class _ForkHook(NamedTuple):
+    order: HookOrder
     before: Call | None = None
     parent: Call | None = None
     child: Call | None = None
 
 
-class _Last(NamedTuple):
-    rank: Rank
+class _ExitHook(NamedTuple):
+    order: HookOrder
     call: Call
 
 
-forks: list[_Hook] = []
-exits: list[_Last] = []
+forks: list[_ForkHook] = []
+exits: list[_ExitHook] = []
 """Exit hooks in the order of their addition, because `atexit` does not list its own."""
 main_thread_ends: list[Call] = []
 
 
-def at_fork(rank: Rank, *, before: Call | None = None, parent: Call | None = None, child: Call | None = None) -> None:
-    """Add hooks for every later fork, also of a forked child: before it, after it in the parent and in the child."""
-    forks.append(_Hook(rank, before, parent, child))
+def at_fork(
+    order: HookOrder, *, before: Call | None = None, parent: Call | None = None, child: Call | None = None
+) -> None:
+    """Add hooks for every later fork, also by a forked child: `before` it, and after it in `parent` and `child`."""
+    forks.append(_ForkHook(order, before, parent, child))
 
 
-def at_exit(rank: Rank, call: Call) -> None:
+def at_exit(order: HookOrder, call: Call) -> None:
     """Run `call` once at exit. A forked child inherits the hook: there `call` must be harmless."""
     global _registered
-    exits.append(_Last(rank, call))
+    exits.append(_ExitHook(order, call))
     before, _registered = _registered, _Exit()
     atexit.register(_registered)  # before unregistering the old one: an interruption leaves two rather than none
     if before is not None:
@@ -136,7 +138,7 @@ def _next() -> Call | None:
     """The next exit hook; None if none is left. A hook may add another."""
     if not exits:
         return None
-    last = max(exits, key=attrgetter("rank"))
+    last = max(exits, key=attrgetter("order"))
     exits.remove(last)
     return last.call
 
@@ -153,8 +155,8 @@ def _in_child() -> None:
     _run([hook.child for hook in _in_order()])
 
 
-def _in_order() -> list[_Hook]:
-    return sorted(forks, key=attrgetter("rank"))
+def _in_order() -> list[_ForkHook]:
+    return sorted(forks, key=attrgetter("order"))
 
 
 def _run(calls: Iterable[Call | None]) -> None:

@@ -25,12 +25,12 @@ _awaited: list[int] = []
 """Threads for which another thread waits in `awaiting`, perhaps while holding a lock."""
 
 
-class Rank(IntEnum):
-    """The lock order, outermost first: a thread that holds one of these locks may wait only for locks of later ranks.
+class LockOrder(IntEnum):
+    """The lock order, outermost first: a thread that holds one of these locks may wait only for later ones.
 
     It may not wait for a lock that it holds. A non-blocking attempt may be made in any order, and so may a call that
-    interrupted another one on its thread: `InterruptSafeLock` bounds its wait. Locks without a rank (NVML's, the shared
-    pool's, those of the leases) are leaf locks: code that holds one must not wait for another lock of memguard.
+    interrupted another one on its thread: `InterruptSafeLock` bounds its wait. Locks that are not listed (NVML's, the
+    shared pool's, the leases') are leaf locks: code that holds one must not wait for another lock of memguard.
     """
 
     SUSPENSION = 1
@@ -47,18 +47,18 @@ class Rank(IntEnum):
     RESERVATIONS = 6
     """`ReservationQueue`: one compare-and-swap."""
     DRIFT = 7
-    """`CapTable.noting`: records drift of a cap."""
+    """`CapTable.drift_locked`: records drift of a cap."""
     TIMELINE = 8
     """`Writer`: one line of the timeline."""
 
 
-check_order: Callable[[Any, Rank], Any] | None = None
+check_order: Callable[[Any, LockOrder], Any] | None = None
 """A test sets this before the locks are created: it wraps a lock in one that checks the order."""
 
 
-def ranked(lock: Any, rank: Rank) -> Any:
-    """Give the lock its rank in the order, and return it."""
-    return lock if check_order is None else check_order(lock, rank)
+def ordered(lock: Any, order: LockOrder) -> Any:
+    """Give the lock its place in the lock order, and return it."""
+    return lock if check_order is None else check_order(lock, order)
 
 
 def interrupting() -> bool:
@@ -102,7 +102,7 @@ class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers
                 "holds memguard's lock",
                 fix="do not call it in a signal handler, a finalizer or a callback; memguard.ledger() may be",
             )
-        except BaseException:  # a Ctrl-C may have come right after the acquisition
+        except BaseException:  # a Ctrl-C may have interrupted right after the acquisition
             try:
                 _leave(self)
             finally:
@@ -131,8 +131,8 @@ _acquire = RLock.acquire
 
 
 def awaiting(thread: int, wait: Callable[..., T], *given: Any) -> T:
-    """Return `wait(*given)`, which waits for `thread`. Calls that interrupt that thread's work meanwhile do not wait
-    for this thread."""
+    """Return `wait(*given)`, which waits for `thread`. During the wait, calls that interrupt that thread's work do not
+    wait for this thread."""
     try:
         _awaited.append(thread)
         return wait(*given)
@@ -159,32 +159,32 @@ def _leave(lock: Any) -> None:
         lock.release()
 
 
-class Turn:
+class LockedRunner:
     """A re-entrant lock that runs a function while held, so that a Ctrl-C at any point leaves it free.
 
-    `lock` is a lock that other code also takes directly; without it, a new lock of `rank`.
+    `lock` is a lock that other code also takes directly; without it, a new lock with the place `order`.
     """
 
-    def __init__(self, lock: Any = None, rank: Rank | None = None) -> None:
+    def __init__(self, lock: Any = None, order: LockOrder | None = None) -> None:
         own = threading.RLock() if lock is None else lock
-        self._lock: Any = own if rank is None else ranked(own, rank)
+        self._lock: Any = own if order is None else ordered(own, order)
 
     @property
-    def mine(self) -> bool:
+    def held_here(self) -> bool:
         """Whether this thread holds the lock: a signal handler or finalizer made this call during the work."""
         return bool(self._lock._is_owned())
 
-    def take(self, work: Callable[..., T], patience: float, *given: Any) -> tuple[T] | None:
+    def run(self, work: Callable[..., T], timeout: float, *given: Any) -> tuple[T] | None:
         """Run `work(*given)` with the lock held. Returns its result in a tuple.
 
-        Returns None if another thread holds the lock for more than `patience` seconds.
+        Returns None if another thread holds the lock for more than `timeout` seconds.
         """
         lock = self._lock
         if lock._is_owned():
             return (work(*given),)
         try:
             try:
-                return (work(*given),) if lock.acquire(timeout=patience) else None
+                return (work(*given),) if lock.acquire(timeout=timeout) else None
             finally:  # the body of `_leave` without the call: every path runs it
                 if lock._is_owned():
                     lock.release()

@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from memguard._base.text import html, shown, visible
 from memguard._base.units import format_size
+
+POOL: Final = "shared pool"
+"""The ledger's row of the shared pool's bytes beyond the frameworks' arrays: one cache for all."""
 
 
 class State(Enum):
@@ -118,7 +121,7 @@ class Plan:
 class Usage(NamedTuple):
     """One framework's memory on one device. A tuple, as the monitor makes them many times a second.
 
-    held         bytes it has taken from the driver; None if it does not report them
+    held         bytes allocated from the driver; None if the framework does not report them
     in_use       bytes that live arrays occupy
     reclaimable  the part of held − in_use that a trim would return; None if unknown
     held_at_least, held_at_most   bounds if `held` is None
@@ -138,6 +141,14 @@ usage_of = partial(tuple.__new__, Usage)
 framework. The functions below that end in `_of` do the same for their classes."""
 memory_info_of: Callable[[tuple[int, int | None, int | None, int, int | None]], MemoryInfo]
 memory_info_of = partial(tuple.__new__, MemoryInfo)
+
+
+def cached(usage: Usage) -> int:
+    """The most that a trim of the framework may return: its whole cache if it does not report fragmentation."""
+    if usage.reclaimable is not None:
+        return usage.reclaimable
+    known = usage.held is not None and usage.in_use is not None
+    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings, at two moments
 
 
 class NoHelp(StrEnum):
@@ -212,13 +223,13 @@ class RefusedRequest(NamedTuple):
 class Shortage(NamedTuple):
     """A request that an allocator cannot serve, before it is refused for good. Sizes are bytes.
 
-    `asked` is the size of the request, `needed` the most that the allocator would take from the driver for it. `full`:
+    `requested`: the size of the request. `needed`: the most that its allocator would take from the driver. `full`:
     the driver refused, as the GPU has too little free memory; otherwise the cap refused.
     """
 
     framework: str
     uuid: str
-    asked: int
+    requested: int
     needed: int
     full: bool
 
@@ -238,13 +249,9 @@ class Room(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """The result of applying a cap: its enforcement, how to undo it, or why it cannot be undone.
-
-    Exactly one of `undo` and `permanent` is set.
-    """
+    """The result of applying a cap: its enforcement, and why it cannot be undone (None: it can)."""
 
     enforcement: Enforcement
-    undo: Callable[[], None] | None = None
     permanent: str | None = None
     notes: tuple[str, ...] = ()
 
@@ -252,7 +259,7 @@ class Applied(NamedTuple):
 class TraceEvent(NamedTuple):
     """One line of an allocation trace (`docs/trace.md`).
 
-    `op` is `alloc` and `free` (with `id`), `in_use` (a framework that reports only its total), `trim`,
+    `op` is `alloc` or `free` (with `id`), `in_use` (the total of a framework that reports nothing else), `trim`,
     or `mark` (the measured held and in use at that moment: for comparison, not for replay).
     `time` is seconds; `device` the position in the trace header's device list.
     """
@@ -271,8 +278,8 @@ class TraceEvent(NamedTuple):
 class WorkloadReport:
     """The memory use of a `workload` block, in bytes in use. Filled in when the block ends; None if unknown.
 
-    `peak` is also None if the process had been higher before the block: frameworks keep only one peak. `reserved` is
-    the reservation that `needs` requested; `waited` is the seconds that the block waited for it.
+    `peak` is also None if the process's use was higher before the block, as a framework records only one peak.
+    `reserved` is the reservation that `needs` requested; `waited` is the seconds that the block waited for it.
     """
 
     name: str
@@ -360,16 +367,15 @@ _LEVEL_STYLES = {"warn": "color: #a65f00", "critical": "color: #b3001b"}
 class Event(NamedTuple):
     """A change that the monitor or the guard observed or made.
 
-    kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload leaves more
-    behind each time; without a framework: unaccounted memory keeps growing), probe (a probe failed, or works again),
-    trim, oom, note (a cap no longer holds, or holds again; a later setting met it), refused (only in timelines:
-    an allocator refused `times` requests, whether or not the program catches the errors), peak (only in timelines: an
-    allocator reports a peak of `bytes` in use so far), workload (only in timelines: one has ended, after
-    `seconds`, or `times` of them in a row; `bytes` is the peak), reclaim (siblings returned
-    `bytes` for `framework`, or its elastic cap changed), retry (a function is run again, after `bytes` were freed),
-    suspended (the process left its GPUs with `bytes`, within `seconds`: the next sample follows its resumption),
-    resumed, lease (another process uses `bytes` of a GPU, above its lease or without one; or this process's lease was
-    lost).
+    kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload's memory in
+    use grows with each run; without a framework: unaccounted memory keeps growing), probe (a probe failed, or works
+    again), trim, oom, note (a cap no longer holds, holds again, or is affected by a later setting), refused (only in
+    timelines: an allocator refused `times` requests, whether or not the program catches the errors), peak (only in
+    timelines: an allocator reports a peak of `bytes` in use so far), workload (only in timelines: one has ended, after
+    `seconds`, or `times` of them in a row; `bytes` is the peak), reclaim (siblings returned `bytes` for `framework`, or
+    its elastic cap changed), retry (a function is run again, after `bytes` were freed), suspended (the process moved
+    `bytes` off its GPUs within `seconds`; the next sample follows its resumption), resumed, lease (another process uses
+    `bytes` of a GPU, above its lease or without one; or this process's lease was lost).
 
     For a refused request `bytes` is its size. `held`, `in_use`, `reclaimable` and `cap` are the framework's at
     that moment, and `free` is the GPU's, all in bytes.

@@ -12,11 +12,15 @@ class Undo:
     """Undo steps, run last first. After an interruption the next `run` runs the remaining steps.
 
     Add a step before the change that it undoes: an interruption may come right after the change. So a step must also
-    work before the change was made, and after an earlier run of the step, complete or not. A step that ends is removed.
+    work before the change was made, after an earlier run of the step, complete or not, and while a later change stands
+    because its step was interrupted. A step that ends is removed.
+
+    `on_error` is called with the name and the error of each step that raises. By default a failure is logged.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_error: Callable[[str, BaseException], object] | None = None) -> None:
         self._steps: list[_Step] = []
+        self._on_error = on_error or _log_failure
 
     @property
     def done(self) -> bool:
@@ -24,7 +28,7 @@ class Undo:
         return not self._steps
 
     def add(self, what: str, step: Callable[[], object]) -> None:
-        """Add a step. `what` names it in the warning if it fails."""
+        """Add a step. `what` names it if it fails."""
         self._steps.append(_Step(what, step))
 
     def clear(self) -> None:
@@ -32,7 +36,7 @@ class Undo:
         self._steps.clear()
 
     def run(self) -> None:
-        """Run the steps. A step that fails is logged as a warning and removed.
+        """Run the steps. A step that fails is reported and removed.
 
         A step that is interrupted (Ctrl-C, an exit) stays in the list. The other steps run, then the interruption is
         raised.
@@ -41,15 +45,20 @@ class Undo:
         for step in reversed([*self._steps]):
             try:
                 step.do()
-            except Exception as error:
-                _log.warning("%s: could not be undone: %s", step.what, text_of(error))
             except BaseException as error:
-                interruption = interruption or error
-                continue
-            if step in self._steps:  # else a signal handler ran the steps meanwhile
+                self._on_error(step.what, error)
+                if not isinstance(error, Exception):
+                    interruption = interruption or error
+                    continue
+            if step in self._steps:  # else a signal handler ran the steps during `do`
                 self._steps.remove(step)
         if interruption is not None:
             raise interruption
+
+
+def _log_failure(what: str, error: BaseException) -> None:
+    if isinstance(error, Exception):
+        _log.warning("%s: could not be undone: %s", what, text_of(error))
 
 
 class _Step:

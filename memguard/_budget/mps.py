@@ -61,25 +61,25 @@ def parse(text: str) -> list[Entry]:
     return entries
 
 
-def strays(entries: Iterable[Entry], devices: Sequence[Device]) -> list[str]:
-    """The identifiers of GPUs that this process does not see. With CUDA's ordinals unknown, any ordinal passes."""
-    told = all(device.ordinal is not None for device in devices)
-    named = [entry.gpu for entry in entries if told or not entry.gpu.isdecimal()]
-    return [gpu for gpu in named if not any(_means(gpu, device) for device in devices)]
+def unseen_gpus(entries: Iterable[Entry], devices: Sequence[Device]) -> list[str]:
+    """The identifiers of GPUs that this process does not see. Any ordinal counts as visible if ordinals are unknown."""
+    numbered = all(device.ordinal is not None for device in devices)
+    named = [entry.gpu for entry in entries if numbered or not entry.gpu.isdecimal()]
+    return [gpu for gpu in named if not any(_identifies(gpu, device) for device in devices)]
 
 
-def given(entries: Iterable[Entry], device: Device) -> int | None:
+def limit_of(entries: Iterable[Entry], device: Device) -> int | None:
     """The lowest limit that the entries set for a GPU, in bytes; None if no entry certainly identifies it."""
-    return min((entry.size for entry in entries if _means(entry.gpu, device)), default=None)
+    return min((entry.size for entry in entries if _identifies(entry.gpu, device)), default=None)
 
 
-def _means(gpu: str, device: Device) -> bool:
+def _identifies(gpu: str, device: Device) -> bool:
     if gpu.isdecimal():
         return int(gpu) == device.ordinal
     return device.uuid.lower().startswith(gpu.lower())  # a prefix identifies a GPU, as in CUDA_VISIBLE_DEVICES
 
 
-def met(plan: Plan, text: str | None) -> dict[str, int]:
+def strictest(plan: Plan, text: str | None) -> dict[str, int]:
     """The stricter of `limits` and of the limits already set in the variable, for each GPU.
 
     Raises ConflictingSetting for a looser limit, for a malformed value, and for one that would disable all limits.
@@ -93,10 +93,10 @@ def met(plan: Plan, text: str | None) -> dict[str, int]:
         entries = parse(text)
     except ValueError as error:
         raise ConflictingSetting("MPS", setting, f"cannot be read: {error}", fix) from None
-    if unseen := strays(entries, [part.device for part in plan.devices]):
+    if unseen := unseen_gpus(entries, [part.device for part in plan.devices]):
         raise ConflictingSetting("MPS", setting, f"names {unseen[0]}, {_UNSEEN}", fix)
     for part in plan.devices:
-        size = given(entries, part.device)
+        size = limit_of(entries, part.device)
         if size is None:
             continue
         if size > wanted[part.device.uuid]:
@@ -122,14 +122,14 @@ def shortfalls(plan: Plan, text: str | None) -> Iterator[Advice]:
     except ValueError as error:
         yield Advice(f"{LIMIT} cannot be read, so what MPS makes of it is unknown: {error}")
         return
-    if unseen := strays(entries, [part.device for part in plan.devices]):
+    if unseen := unseen_gpus(entries, [part.device for part in plan.devices]):
         yield Advice(
             f"{LIMIT} names {unseen[0]}, which this process does not see, {_UNSEEN}",
             "name the GPUs that it sees, by UUID",
         )
         return
     for part in plan.devices:
-        size = given(entries, part.device)
+        size = limit_of(entries, part.device)
         if size is not None and size // MIB < part.limit // MIB:
             yield Advice(
                 f"under MPS this process may have {format_size(size)} of {_named(part)}, less than its limit of "

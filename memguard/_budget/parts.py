@@ -6,22 +6,22 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from memguard._base.specs import SPECS
 from memguard._base.units import GRANULE, format_size, round_down
 from memguard._budget.values import Frozen
+from memguard._frameworks.specs import SPECS
 from memguard.errors import ConfigError, PlanError
 
 if TYPE_CHECKING:
     from memguard._budget.schema import Budget
 
 
-def part_of(budget: Budget, parts: int, who: str = "rank") -> Budget:
-    """The budget of one of `parts` processes that share each GPU equally. `who` is the word for such a process.
+def part_of(budget: Budget, parts: int, noun: str = "rank") -> Budget:
+    """The budget of one of `parts` processes that share each GPU equally. `noun` names such a process in messages.
 
     Raises PlanError if a size becomes less than 2 MiB.
     """
-    small = f" for {parts} {who}s is less than 2 MiB for each"
-    return multiplied(budget, Fraction(1, parts), small, f"give more, or start fewer {who}s on a GPU")
+    small = f" for {parts} {noun}s is less than 2 MiB for each"
+    return multiplied(budget, Fraction(1, parts), small, f"give more, or start fewer {noun}s on a GPU")
 
 
 def multiplied(budget: Budget, part: Fraction, small: str, fix: str) -> Budget:
@@ -66,7 +66,7 @@ def refuse_ranks(budget: Budget, whose: str, instead: str) -> None:
         raise ConfigError([budget.problem(("ranks",), what, f"remove it, {instead}")], budget.source or "budget")
 
 
-def said_of_a_part(error: PlanError, part: Fraction, why: str) -> PlanError:
+def with_part_note(error: PlanError, part: Fraction, why: str) -> PlanError:
     """The error with a note for the author of the whole budget: its figures are those of one process with `part`."""
     of = f"these are the figures of a worker, whose limits are {part} of the budget's ({why})"
     problems = [replace(one, fix=f"{one.fix}; {of}") for one in error.problems] if part < 1 else error.problems

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from memguard._base.advice import Advice
 from memguard._base.framework_spec import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK, FrameworkSpec, Outside
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
-from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage
+from memguard._base.types import Device, DevicePlan, MemoryInfo, Plan, Room, Usage, cached
 from memguard._base.units import GRANULE, MIB, format_size, round_down
 from memguard._budget.shared_pool import allocator_of, caps_of, clients, members, with_pool
+from memguard._frameworks.specs import NEVER_GIVE_BACK, OPTION_OWNERS, SPECS
 from memguard.errors import PlanError, Problem
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SMALLER = {"turing": Fraction(3, 4), "ampere": Fraction(7, 8), "ada": Fraction(7, 8)}
+RESERVE_BY_ARCHITECTURE = {"turing": Fraction(3, 4), "ampere": Fraction(7, 8), "ada": Fraction(7, 8)}
 """The reserve's factor on older architectures: a context grows with the number of multiprocessors. Not measured."""
 
 
@@ -37,7 +37,7 @@ def auto_reserve(
     """`reserve: auto` in bytes, from the architecture and the *declared* frameworks: import order changes no cap."""
     libraries = [f"nccl {number}" for number in range(1, communicators + 1)] + [SECOND_CONTEXT] * second_context
     needed = CONTEXT + sum(workspace(name) for name in (*frameworks, *libraries)) + SLACK
-    return round_down(int(needed * SMALLER.get(architecture, Fraction(1))))
+    return round_down(int(needed * RESERVE_BY_ARCHITECTURE.get(architecture, Fraction(1))))
 
 
 def workspace(name: str) -> int:
@@ -107,7 +107,7 @@ def _resolved(budget: Budget, devices: Sequence[Device], sharers: int = 1) -> Pl
                 "name the GPUs by UUID (`nvidia-smi -L`), or run `memguard doctor` to see why CUDA does not start",
             )
         )
-    tight = _Tight(sharers)
+    misfits = _Misfits(sharers)
     for device in devices:
         limit: _Rule[Fraction | int] = _Rule(budget.device.limit, ("device",))
         reserve: _Rule[int | str] = _Rule(budget.device.reserve, ("device",))
@@ -118,10 +118,10 @@ def _resolved(budget: Budget, devices: Sequence[Device], sharers: int = 1) -> Pl
             override = overrides[key]
             limit = limit if override.limit is None else _Rule(override.limit, ("devices", key))
             reserve = reserve if override.reserve is None else _Rule(override.reserve, ("devices", key))
-        resolved = _device_plan(budget, device, limit, reserve, tight, sharers)
+        resolved = _device_plan(budget, device, limit, reserve, misfits, sharers)
         if resolved is not None:
             plans.append(resolved)
-    problems += tight.problems(budget)
+    problems += misfits.problems(budget)
     if problems:
         raise PlanError(problems, budget.source or "plan")
     options = {
@@ -145,12 +145,12 @@ def _fixed(budget: Budget) -> Iterator[str]:
             )
 
 
-class _Tight:
+class _Misfits:
     """Collects misfits over all devices, because one figure in a fix must fit each of them.
 
     `found` holds a path, the misfit there on one device, and its fix (None: lower the parts to fit each device).
     `most` is the lowest usable memory of the GPUs for which a limit is set, `least` the largest need of one of them.
-    With several `sharers` the budget is one sharer's part.
+    With several `sharers` the budget is the part of one of them.
     """
 
     def __init__(self, sharers: int = 1) -> None:
@@ -208,10 +208,10 @@ def _device_plan(
     device: Device,
     limit_rule: _Rule[Fraction | int],
     reserve_rule: _Rule[int | str],
-    tight: _Tight,
+    misfits: _Misfits,
     sharers: int,
 ) -> DevicePlan | None:
-    """The plan of one device; None if something does not fit it, which is then in `tight`."""
+    """The plan of one device; None if the budget does not fit it: `misfits` has the reasons."""
     label = f"{device.name} ({device.uuid})"
     share = limit_rule.value
     limit = int(share * device.usable) if isinstance(share, Fraction) else share
@@ -220,8 +220,8 @@ def _device_plan(
     if not fits:
         message = f"the limit of {format_size(limit)} is more than {label} has ({format_size(device.usable)})"
         at = (*limit_rule.at, "limit")
-        tight.found.append((at, message, None))
-        tight.most[at] = min(device.usable, tight.most.get(at, device.usable))
+        misfits.found.append((at, message, None))
+        misfits.most[at] = min(device.usable, misfits.most.get(at, device.usable))
         limit = device.usable // MIB * MIB  # continue with the largest possible limit, to report further misfits
     auto = reserve_rule.value == "auto"
     reserve = (
@@ -239,8 +239,8 @@ def _device_plan(
         least = sum(fixed.values()) / (1 - total) if fixed and total < 1 else 0
         least = reserve + int(max(least, *(GRANULE / part for part in shares.values()), GRANULE)) + 1
         fix = None if least <= device.usable and fits else _smaller_reserve(auto, device.usable - (least - reserve))
-        tight.found.append((at, message, fix))
-        tight.least[at] = max(least, tight.least.get(at, 0))
+        misfits.found.append((at, message, fix))
+        misfits.least[at] = max(least, misfits.least.get(at, 0))
         return None
     wanted = total * room + sum(fixed.values())
     if wanted > room:
@@ -248,17 +248,17 @@ def _device_plan(
             f"the frameworks ask for {format_size(int(wanted))} on {label}, "
             f"but limit − reserve is {format_size(room)} ({format_size(limit)} − {format_size(reserve)})"
         )
-        tight.found.append((("frameworks",), message, None))
-        tight.rooms.append(room)
+        misfits.found.append((("frameworks",), message, None))
+        misfits.rooms.append(room)
         return None
     divided = {**fixed, **_divide(room, shares)}
     for name in (name for name, cap in divided.items() if cap < GRANULE):
         message = f"its cap on {label} would be less than {format_size(GRANULE)}, the smallest cap"
         least_share = Fraction(-(-GRANULE * 100_000 // room), 1000)
         key = "share" if budget.frameworks[name].min is None else "min"
-        tight.found.append((("frameworks", name), message, f"raise its {key} to at least {float(least_share):g}%"))
+        misfits.found.append((("frameworks", name), message, f"raise its {key} to at least {float(least_share):g}%"))
         fits = False
-    maxima = _maxima(budget, room, label, tight)
+    maxima = _maxima(budget, room, label, misfits)
     if not fits or maxima is None:
         return None
     elastic = {name: (divided[name], max(divided[name], most)) for name, most in maxima.items()}
@@ -268,8 +268,8 @@ def _device_plan(
     return with_pool(part, members(budget))
 
 
-def _maxima(budget: Budget, room: int, label: str, tight: _Tight) -> dict[str, int] | None:
-    """The max of each framework whose cap can move, on one device; None if a max is below its min (see `tight`)."""
+def _maxima(budget: Budget, room: int, label: str, misfits: _Misfits) -> dict[str, int] | None:
+    """The max of each framework whose cap can move, on one device; None if a max is below its min (see `misfits`)."""
     found, fits = {}, True
     for name, framework in budget.frameworks.items():
         if framework.min is None or framework.max is None:
@@ -277,8 +277,8 @@ def _maxima(budget: Budget, room: int, label: str, tight: _Tight) -> dict[str, i
         least, most = (part * room if isinstance(part, Fraction) else part for part in (framework.min, framework.max))
         if most < least:
             at, low, high = ("frameworks", name, "max"), format_size(int(least)), format_size(int(most))
-            tight.found.append((at, f"its max of {high} on {label} is less than its min of {low}", None))
-            tight.least[at] = max(ceil(least), tight.least.get(at, 0))
+            misfits.found.append((at, f"its max of {high} on {label} is less than its min of {low}", None))
+            misfits.least[at] = max(ceil(least), misfits.least.get(at, 0))
             fits = False
         elif name not in NEVER_GIVE_BACK:
             found[name] = round_down(min(int(most), room))
@@ -289,11 +289,11 @@ def starting_caps(room: int, caps: Mapping[str, int], elastic: Mapping[str, tupl
     """The initial caps in bytes: `caps`, in which elastic frameworks have their min, plus the spare lent to those.
 
     Frameworks with an allocator other than memguard's borrow first: they cannot raise their cap within a request that
-    would fail. `rebalance` takes back what they do not use. The other elastic frameworks borrow the rest, in file
-    order. Σ caps ≤ `room`, and each elastic cap is within its bounds.
+    would fail. `rebalance` later lowers the caps that they do not use. The other elastic frameworks borrow the rest, in
+    file order. Σ caps ≤ `room`, and each elastic cap is within its bounds.
     """
     found, spare = dict(caps), round_down(max(room - sum(caps.values()), 0))
-    for name in sorted(elastic, key=lambda name: SPECS[name].asks):
+    for name in sorted(elastic, key=lambda name: SPECS[name].requests_room):
         least, most = elastic[name]
         lent = min(max(most - least, 0), spare)
         found[name], spare = least + lent, spare - lent
@@ -318,8 +318,8 @@ def own_context(budget: Budget) -> bool:
 
 def _setting(budget: Budget, option: str) -> Any:
     """The option's value in the only framework that has it; None if the budget does not name that framework."""
-    owners = (name for name in budget.frameworks if any(own.name == option for own in SPECS[name].options))
-    return next((getattr(budget.frameworks[name], option) for name in owners), None)
+    owner = budget.frameworks.get(OPTION_OWNERS[option])
+    return None if owner is None else getattr(owner, option)
 
 
 def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
@@ -356,10 +356,12 @@ def room_left(room: int, others: Iterable[tuple[int, int]]) -> int:
     Lowering a cap below live arrays frees none of them. So each framework counts as the larger of its cap and its
     held bytes: bytes above its cap remain unavailable until they are freed.
     """
-    return room - sum(max(cap, held) for cap, held in others)
+    for cap, held in others:
+        room -= max(cap, held)
+    return room
 
 
-def left_beside(part: DevicePlan, framework: str, held: Mapping[str, int] = {}) -> int:
+def highest_cap(part: DevicePlan, framework: str, held: Mapping[str, int] = {}) -> int:
     """The highest possible cap of `framework`: the room that the other allocators leave. `held` is by allocator."""
     own = allocator_of(part, framework)
     others = [(cap, held.get(name, 0)) for name, cap in caps_of(part).items() if name != own]
@@ -382,8 +384,8 @@ def resized(
 ) -> Plan:
     """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit.
 
-    `held` is by UUID and allocator, in bytes. Before, the guard takes back elastic caps above their min and
-    others' caches above their caps; `short` gives by UUID the bytes that this does not recover.
+    `held` is by UUID and allocator, in bytes. The guard first lowers elastic caps to their min and trims others' caches
+    above their caps; `short` gives, by UUID, the room that is still missing after that.
     """
     for part in current.devices:
         if (allocator := allocator_of(part, framework)) != framework:
@@ -391,14 +393,14 @@ def resized(
             message = f"{framework} draws from the pool of {names}, whose size is fixed"
             raise PlanError([Problem(message, "change the budget file and restart the process")], "resize")
     cap = round_down(size)
-    frees: dict[str, int] = {}
+    available: dict[str, int] = {}
     over: dict[str, dict[str, int]] = {}
     for part in current.devices:
         uuid = part.device.uuid
-        beside = cap - short[uuid].missing if uuid in short else left_beside(part, framework, held.get(uuid, {}))
-        frees[uuid] = max(beside, part.caps.get(framework, 0))  # lowering the cap takes nothing from the others
+        most = cap - short[uuid].missing if uuid in short else highest_cap(part, framework, held.get(uuid, {}))
+        available[uuid] = max(most, part.caps.get(framework, 0))  # a lower cap always fits
         over[uuid] = _above(part, framework, held.get(uuid, {}))
-    most = round_down(min(frees.values(), default=0))
+    most = round_down(min(available.values(), default=0))
     live = dict.fromkeys(name for sizes in (*(room.live for room in short.values()), *over.values()) for name in sizes)
     fix = f"free arrays of {' or '.join(live)}" if live else "lower another framework's cap first"
     if any(over.values()):
@@ -408,7 +410,7 @@ def resized(
     problems = []
     devices = []
     for part in current.devices:
-        free, room = frees[part.device.uuid], short.get(part.device.uuid)
+        free, room = available[part.device.uuid], short.get(part.device.uuid)
         if cap > free or cap < GRANULE:
             above = over[part.device.uuid]
             lent = {} if room is None else {name: live for name, live in room.live.items() if name not in above}
@@ -416,7 +418,7 @@ def resized(
                 Problem(
                     f"{format_size(size)} for {framework} does not fit {part.device.name} ({part.device.uuid}): "
                     f"between {format_size(GRANULE)} and {format_size(free)} is possible beside the other caps"
-                    + _who(lent, above),
+                    + _occupants(lent, above),
                     fix,
                 )
             )
@@ -442,8 +444,8 @@ def with_cap(current: Plan, uuid: str, framework: str, cap: int) -> Plan:
     return replace(current, devices=tuple(devices))
 
 
-def beside_minima(part: DevicePlan, framework: str) -> int:
-    """The room less the minima of elastic frameworks and the caps of the other allocators, in bytes."""
+def guaranteed_cap(part: DevicePlan, framework: str) -> int:
+    """The cap that siblings cannot reduce: the room less elastic siblings' minima and the others' caps, in bytes."""
     own = allocator_of(part, framework)
     others = (part.elastic.get(name, (cap, cap))[0] for name, cap in caps_of(part).items() if name != own)
     return part.limit - part.reserve - sum(others)
@@ -455,28 +457,28 @@ def elastic_advice(refusal: Refusal, part: DevicePlan, room: Room) -> Advice:
     framework = refusal.framework
     if framework not in part.elastic or not isinstance(refusal, OverCap):
         return refusal.advice()
-    (least, most), beside = part.elastic[framework], beside_minima(part, framework)
+    (least, most), guaranteed = part.elastic[framework], guaranteed_cap(part, framework)
     first = f"{framework} is elastic: min {format_size(least)}, max {format_size(most)}"
-    if beside < most:
-        first += f", of which what others have for sure leaves {format_size(beside)}"
+    if guaranteed < most:
+        first += f", of which what others have for sure leaves {format_size(guaranteed)}"
     lent = {name: size for name, size in room.live.items() if name in part.elastic}
-    first += _who(lent, {name: size for name, size in room.live.items() if name not in lent})
-    highest = format_size(min(most, beside))
-    rises = part.caps[framework] < min(most, beside) and format_size(refusal.cap) == highest
+    first += _occupants(lent, {name: size for name, size in room.live.items() if name not in lent})
+    highest = format_size(min(most, guaranteed))
+    rises = part.caps[framework] < min(most, guaranteed) and format_size(refusal.cap) == highest
     said = refusal.advice("can rise to" if rises else "is", _bounds(part, framework, refusal.wanted, bool(room.live)))
     return replace(said, reason=f"{said.reason}\n    {first}")
 
 
 def _bounds(part: DevicePlan, framework: str, mib: int, live: bool) -> str:
     """The change of bounds in the budget that lets the cap of an elastic framework reach `mib` MiB."""
-    most, beside, room = part.elastic[framework][1], beside_minima(part, framework), part.limit - part.reserve
+    most, guaranteed, room = part.elastic[framework][1], guaranteed_cap(part, framework), part.limit - part.reserve
     if mib * MIB > room:
         return f"use a larger GPU: the budget has {format_size(room)} of this one for all frameworks"
     # Within its max only a higher min guarantees the cap: others may borrow the spare.
-    within = live or beside < most
+    within = live or guaranteed < most
     keys = ("min and max" if mib * MIB > most else "min") if within else "max"
     text = f"raise frameworks.{framework}.{keys} in the budget to at least {mib}MiB"
-    if (short := mib * MIB - beside) <= 0:
+    if (short := mib * MIB - guaranteed) <= 0:
         return text
     others = " or ".join(name for name in part.caps if name != framework)
     return f"{text}, and lower what {others} has for sure (min, share or limit) by {-(-short // MIB)}MiB"
@@ -488,7 +490,7 @@ def _above(part: DevicePlan, framework: str, held: Mapping[str, int]) -> dict[st
     return {name: held[name] - cap for name, cap in others.items() if held.get(name, 0) > cap}
 
 
-def _who(lent: Mapping[str, int], over: Mapping[str, int]) -> str:
+def _occupants(lent: Mapping[str, int], over: Mapping[str, int]) -> str:
     """The frameworks whose live arrays occupy borrowed bytes or bytes above their cap, largest first."""
     text = ""
     for what, sizes in (("lent to others, in live arrays", lent), ("held above their caps", over)):
@@ -539,8 +541,8 @@ class OverCap:
     own: Usage
     pool: str = ""
 
-    def beside(self, others: int, pool: str) -> OverCap:
-        """The figures of the framework alone, if others use `others` bytes of its allocator; `pool` says so."""
+    def for_client(self, others: int, pool: str) -> OverCap:
+        """The framework's own figures, if others use `others` bytes of its allocator; `pool` is the note on that."""
         held, in_use = ((None if size is None else size - others) for size in self.own[:2])
         own = self.own._replace(held=held, in_use=in_use)
         return replace(self, cap=max(self.cap - others, 0), own=own, pool=pool)
@@ -575,8 +577,8 @@ class NoneFree:
     idle: int
     pool: str = ""
 
-    def beside(self, others: int, pool: str) -> NoneFree:
-        """As for `OverCap`."""
+    def for_client(self, others: int, pool: str) -> NoneFree:
+        """As `OverCap.for_client`, with the figures unchanged."""
         return replace(self, pool=pool)
 
     def advice(self) -> Advice:
@@ -628,8 +630,9 @@ def admit(
 ) -> Admission:
     """Whether `framework` can get `needed` bytes more on one device, within its cap and the GPU's free memory.
 
-    `usages` are by allocator; `allocator` serves the framework, if not its own. `footprint` is what that would take
-    from the driver for them, in bytes. `admit` refuses only a request that is certain to fail. So the allocator's own
+    `usages` are by allocator; `allocator` names the one that serves the framework, if that is not its own.
+    `footprint` is the bytes that it would allocate from the driver. `admit` refuses only a request that is certain to
+    fail. So the allocator's own
     cache counts as room: it returns the reclaimable part by itself, and the rest may serve the request. If held is
     unknown (TensorFlow with growth), live arrays count instead.
     """
@@ -669,14 +672,6 @@ def admit(
 def in_use(usage: Usage | None) -> int | None:
     """The bytes of live arrays: 0 if the framework is not live."""
     return 0 if usage is None else usage.in_use
-
-
-def cached(usage: Usage) -> int:
-    """The most that a trim of the framework may return: its whole cache if it does not report fragmentation."""
-    if usage.reclaimable is not None:
-        return usage.reclaimable
-    known = usage.held is not None and usage.in_use is not None
-    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings, at two moments
 
 
 def trim_order(idle: int, sure: bool) -> tuple[bool, int]:

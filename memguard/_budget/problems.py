@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
+from memguard._base import findings
 from memguard._base.advice import InvalidValue
-from memguard._base.specs import SPECS
+from memguard._base.source_map import Document, Loc, in_order, nearest, path
 from memguard._base.units import short
 from memguard._budget import suggestions
 from memguard._budget.rules import SIZES, Violation
-from memguard._budget.source_map import Document, Loc, in_order, nearest, path
-from memguard._budget.values import found
+from memguard._budget.values import Finding, excerpt
+from memguard._frameworks.specs import SPECS
 from memguard.errors import Problem
 
 Fields = Mapping[str, Mapping[str, Any]]
@@ -122,7 +123,7 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
     *_, key = (part for part in loc if isinstance(part, str))
     info: Any = fields[_level(loc)].get(key)
     if kind != "value_error" and (shape := _shape(loc, raw, data)):
-        message, fix = f"expected {shape[0]}, found {found(raw)}", f"write {shape[1]}"
+        message, fix = f"expected {shape[0]}, found {excerpt(raw)}", f"write {shape[1]}"
     elif raw is None and loc[-1] == key and not info.is_required():
         message, fix = "has no value", f"write {_examples(info)}, or remove the key"
     elif kind == "value_error":
@@ -132,7 +133,7 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
         fix = fix or f"write for example {_examples(info)}"
     else:
         what, fix = _choice(loc, key, kind, raw, info)
-        message = f"{what}, found {found(raw)}"
+        message = f"{what}, found {excerpt(raw)}"
     if key in _OFF and _word(raw) in ("false", "off", "no", "none", "never"):
         fix = _OFF[key]
     return Violation(loc, message, fix, at_key)
@@ -196,7 +197,7 @@ def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str,
         if meant and _UNSAFE.get(key) == meant and not word.startswith(meant):
             meant, fix = "", f"write {_quoted(words)}"
     if isinstance(raw, (str, int)) and meant:
-        # The value is right but for its quotes, so those are the problem.
+        # Only the quotes are wrong.
         quotes = " without quotes" if raw == meant else ""
         fix = f"write '[{meant}]'" if kind == "tuple_type" else f"write '{meant}'{quotes}"
     return f"each entry of {key} is {what}" if entry else f"{key} is {what}", fix
@@ -211,7 +212,8 @@ def _words(info: Any) -> tuple[str, ...]:
     """The words that a field, or each entry of its list, accepts."""
     if info.annotation is bool:
         return "true", "false"
-    return get_args(get_args(info.annotation)[0] if get_origin(info.annotation) is tuple else info.annotation)
+    kind = get_args(info.annotation)[0] if get_origin(info.annotation) is tuple else info.annotation
+    return findings.names() if kind is Finding else get_args(kind)
 
 
 def _examples(info: Any) -> str:
@@ -226,7 +228,7 @@ def _quoted(values: Iterable[object]) -> str:
 
 
 def _word(raw: object) -> str:
-    return found(raw).strip("'").strip().lower()
+    return excerpt(raw).strip("'").strip().lower()
 
 
 def _unknown(loc: Loc, fields: Fields, data: object) -> Violation:

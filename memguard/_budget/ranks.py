@@ -29,7 +29,7 @@ MOST = 1024
 """Ranks on one node, or on one GPU: more are a typing mistake."""
 
 
-class Unclear(ValueError):
+class UnclearRank(ValueError):
     """The environment leaves out a required value. `fix` is the remedy."""
 
     def __init__(self, message: str, fix: str) -> None:
@@ -72,7 +72,7 @@ _SIZES = {
 which runs once, has it too."""
 
 
-class Rank(NamedTuple):
+class ProcessRank(NamedTuple):
     """This process's rank: local rank and local size, and the global ones if known."""
 
     launcher: str
@@ -107,17 +107,17 @@ class Sharing(NamedTuple):
 # this process's rank
 
 
-def of(environ: Mapping[str, str]) -> Rank | None:
+def of(environ: Mapping[str, str]) -> ProcessRank | None:
     """This process's rank; None if no launcher's variables mark it as a rank.
 
-    Raises Unclear if a launcher sets a rank but no size, or an invalid value.
+    Raises UnclearRank if a launcher sets a rank but no size, or an invalid value.
     """
     unknown: _Launcher | None = None
     for launcher in _LAUNCHERS:
         if not (text := environ.get(launcher.local, "").strip()):
             continue
         if (local := whole(text)) is None:
-            raise Unclear(
+            raise UnclearRank(
                 f"{launcher.local}={printable(text[:40], keep='')!r} is no local rank",
                 "set it to a whole number from 0 on, or remove it",
             )
@@ -130,19 +130,19 @@ def of(environ: Mapping[str, str]) -> Rank | None:
         if unknown is not None:  # scripts copy the underlying launcher's rank, for example to LOCAL_RANK
             known = whole(environ[unknown.local])
             if known != local:
-                raise Unclear(
+                raise UnclearRank(
                     f"{unknown.local}={known}, but {launcher.local}={local}, and {unknown.counts[0]} is not set",
                     _count_fix(unknown),
                 )
         if local >= count:
-            raise Unclear(
+            raise UnclearRank(
                 f"{launcher.local}={local}, but there are {count} ranks on this node by {_named(launcher, environ)}",
                 "let the launcher set both, or remove them",
             )
         world = whole(environ.get(launcher.world))
-        return Rank(launcher.title, local, count, whole(environ.get(launcher.rank)), world)
+        return ProcessRank(launcher.title, local, count, whole(environ.get(launcher.rank)), world)
     if unknown is not None:
-        raise Unclear(
+        raise UnclearRank(
             f"{unknown.local}={environ[unknown.local].strip()} says that this process is a rank, but "
             f"{unknown.counts[0]}, which says how many there are on this node, is not set",
             _count_fix(unknown),
@@ -190,7 +190,7 @@ def _count(launcher: _Launcher, environ: Mapping[str, str]) -> int | None:
     for name in launcher.counts:
         if text := environ.get(name, "").strip():
             if not (count := whole(text)) or count > MOST:
-                raise Unclear(
+                raise UnclearRank(
                     f"{name}={printable(text[:40], keep='')!r} is no number of ranks on one node",
                     f"set it to a whole number from 1 to {MOST}, or remove it",
                 )
@@ -206,13 +206,13 @@ def _is_batch_script(environ: Mapping[str, str]) -> bool:
 
 
 def _tasks(environ: Mapping[str, str]) -> int | None:
-    """The tasks on this node: of the step, else of the job."""
+    """The number of tasks on this node, by the step's variables or else the job's."""
     for name in (_SRUN.counts[0], "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         if not (text := environ.get(name, "").strip()):
             continue
         runs = list(_runs(text))
         if not runs:
-            raise Unclear(
+            raise UnclearRank(
                 f"{name}={printable(text[:40], keep='')!r} is no list of tasks on nodes, such as '2(x3),1'",
                 "let srun set it, or remove it",
             )
@@ -223,7 +223,7 @@ def _tasks(environ: Mapping[str, str]) -> int | None:
             if node < nodes:  # type: ignore[operator] # it is no None here
                 return count
             node -= nodes  # type: ignore[operator]
-        raise Unclear(
+        raise UnclearRank(
             f"{name}={printable(text[:40], keep='')} has other numbers of tasks for other nodes, and SLURM_NODEID does "
             "not say which node this is",
             "let srun set both, or write how many ranks share a GPU: 'ranks: {per_gpu: 1}'",
@@ -266,8 +266,8 @@ def _cluster(text: str | None) -> int:
 # the GPU of each rank
 
 
-def sharing(rank: Rank | None, visible: int, environ: Mapping[str, str]) -> Sharing:
-    """How the ranks of this node use its `visible` GPUs. Raises Unclear.
+def sharing(rank: ProcessRank | None, visible: int, environ: Mapping[str, str]) -> Sharing:
+    """How the ranks of this node use its `visible` GPUs. Raises UnclearRank.
 
     Several GPUs: local rank r uses `cuda:{r % count}`, the usual convention. One GPU: all ranks share it, unless the
     launcher binds each rank to its own GPU. For simulated GPUs `environ` is empty: no launcher assigns those.
@@ -278,7 +278,7 @@ def sharing(rank: Rank | None, visible: int, environ: Mapping[str, str]) -> Shar
     if per_gpu is not None:
         return _said(rank, (per_gpu,), 0 if visible == 1 else None)
     if visible == 1 and environ.get("CUDA_VISIBLE_DEVICES", "").strip():
-        raise Unclear(
+        raise UnclearRank(
             f"{rank.launcher} started {rank.size} ranks on this node, and CUDA_VISIBLE_DEVICES shows this one one GPU: "
             "whether the others have the same one cannot be seen from here",
             "write 'ranks: {per_gpu: 1}' if each rank has a GPU of its own, or "
@@ -297,9 +297,9 @@ def of_budget(budget: "Budget", visible: int, environ: Mapping[str, str], simula
             return _with_nccl_said(budget, sharing(of(environ), visible, {} if simulated else environ))
         try:
             return _with_nccl_said(budget, declared(int(budget.ranks), of(environ)))
-        except Unclear:  # the budget declares what the environment leaves out
+        except UnclearRank:  # the budget declares what the environment leaves out
             return declared(int(budget.ranks), None)
-    except Unclear as error:
+    except UnclearRank as error:
         raise PlanError([budget.problem(("ranks",), str(error), error.fix)], budget.source or "init") from None
 
 
@@ -312,14 +312,14 @@ def _with_nccl_said(budget: "Budget", found: Sharing) -> Sharing:
     return found._replace(note=found.note + room)
 
 
-def declared(per_gpu: int, rank: Rank | None) -> Sharing:
+def declared(per_gpu: int, rank: ProcessRank | None) -> Sharing:
     """The declared sharing: `per_gpu` processes on each GPU, whatever the launcher."""
     several = rank is not None and (rank.world or rank.size) > 1
     who = "each rank has its GPU for itself" if per_gpu == 1 else f"{per_gpu} ranks share each GPU"
     return Sharing((per_gpu,), None, several and per_gpu == 1, f"ranks: {who}, as per_gpu says")
 
 
-def _slurm(rank: Rank, visible: int, environ: Mapping[str, str]) -> int | None:
+def _slurm(rank: ProcessRank, visible: int, environ: Mapping[str, str]) -> int | None:
     """The tasks that use one GPU, if srun bound them to GPUs and reports how; else None."""
     if rank.launcher != _SRUN.title:
         return None
@@ -332,7 +332,7 @@ def _slurm(rank: Rank, visible: int, environ: Mapping[str, str]) -> int | None:
     return rank.size if visible == on_node == 1 else None
 
 
-def _said(rank: Rank, counts: tuple[int, ...], own: int | None) -> Sharing:
+def _said(rank: ProcessRank, counts: tuple[int, ...], own: int | None) -> Sharing:
     found = Sharing(counts, own, (rank.world or rank.size) > 1 and max(counts) == 1)
     mine, where = found.on(own), "its GPU" if own is None else f"cuda:{own}"
     what = f"{where} is its own" if mine == 1 else f"it has 1/{mine} of {where}, which {mine} ranks share"

@@ -12,14 +12,14 @@ from fractions import Fraction
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from memguard._base.framework_spec import CONTEXT, OVERHEADS, SECOND_CONTEXT, SLACK
-from memguard._base.specs import SPECS
+from memguard._base.source_map import Loc
 from memguard._base.units import MIB
 from memguard._budget import values
-from memguard._budget.source_map import Loc
 from memguard._budget.values import percent_text, size_text
+from memguard._frameworks.specs import SPECS
 
 Checked = Any
-"""A `Budget`, whose module imports this one. Its entries of `frameworks` have the fields of `Part`."""
+"""A `Budget`, whose module imports this one. Its entries of `frameworks` have the fields of `Amount`."""
 T = TypeVar("T")
 
 SIZES = ("share", "limit", "min", "max")
@@ -27,7 +27,7 @@ SIZES = ("share", "limit", "min", "max")
 _SIZES, _SHARE, _LIMIT, _BOUNDS = {*SIZES}, {"share"}, {"limit"}, {"min", "max"}
 
 
-class Part(NamedTuple):
+class Amount(NamedTuple):
     """A framework's amount, as far as it is readable. Missing keys are None."""
 
     share: Fraction | None = None
@@ -48,7 +48,7 @@ class Scope(NamedTuple):
     reserve: int | Literal["auto"] | None
 
 
-class Asked(NamedTuple):
+class Guaranteed(NamedTuple):
     """The frameworks' guaranteed amounts, in file order: parts of (limit − reserve), and bytes.
 
     For frameworks in `elastic` it is their min.
@@ -84,11 +84,11 @@ def check(data: Mapping[str, Any], budget: Checked | None) -> list[Violation]:
     device, devices, monitor = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("monitor")
     if budget is not None and len(budget.devices) < len(devices):
         budget = None  # two keys name one GPU, and the budget has only one of their entries
-    parts: Mapping[str, Part]
+    parts: Mapping[str, Amount]
     if budget is not None:
         parts, scopes = budget.frameworks, _scopes(device, devices, budget)
     else:
-        parts = {name: _part(entry) for name, entry in frameworks.items()}
+        parts = {name: _amount(entry) for name, entry in frameworks.items()}
         scopes = _readable_scopes(device, devices)
     violations: list[Violation] = []
     for name, entry in frameworks.items():
@@ -96,7 +96,7 @@ def check(data: Mapping[str, Any], budget: Checked | None) -> list[Violation]:
         if given == _BOUNDS:
             violations += _bounds(name, parts[name])
         elif given != _SHARE and given != _LIMIT:
-            violations += _not_one(name, entry, data)
+            violations += _exactly_one(name, entry, data)
     violations += _amounts(frameworks, parts, scopes)
     if data.get("strategy") == "pool":
         violations += _pool(frameworks)
@@ -120,9 +120,9 @@ def check(data: Mapping[str, Any], budget: Checked | None) -> list[Violation]:
     return violations
 
 
-def _part(entry: Mapping[str, Any]) -> Part:
+def _amount(entry: Mapping[str, Any]) -> Amount:
     share, limit = _read(values.share, entry.get("share")), _read(values.limit, entry.get("limit"))
-    return Part(share, limit, _read(values.least, entry.get("min")), _read(values.most, entry.get("max")))
+    return Amount(share, limit, _read(values.least, entry.get("min")), _read(values.most, entry.get("max")))
 
 
 def _scopes(device: Mapping[str, Any], devices: Mapping[str, Any], budget: Checked) -> list[Scope]:
@@ -145,23 +145,23 @@ def _readable_scopes(device: Mapping[str, Any], devices: Mapping[str, Any]) -> l
 
 
 def _amounts(
-    frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part], scopes: list[Scope]
+    frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Amount], scopes: list[Scope]
 ) -> Iterator[Violation]:
     """Compare the frameworks' amounts with limit − reserve."""
-    asked = _asked(frameworks, parts)
+    guaranteed = _guaranteed(frameworks, parts)
     in_bytes = [scope for scope in scopes if isinstance(scope.limit, int)]
     least = min(map(_declared_room, in_bytes), default=None)
-    left, needed = 1 - sum(asked.shares.values(), Fraction(0)), sum(asked.limits.values())
+    left, needed = 1 - sum(guaranteed.shares.values(), Fraction(0)), sum(guaranteed.limits.values())
     if (left > 0 or (left == 0 and not needed)) and (least is None or (least > 0 and needed <= left * least)):
         return  # all fits; the checks below only find misfits and compute fixes
     auto = _auto_reserve(frameworks) if in_bytes else 0
     rooms = [room for scope in in_bytes if (room := _room(scope, auto)) > 0]
-    yield from _shares(asked, rooms)
+    yield from _shares(guaranteed, rooms)
     for scope in in_bytes:
-        yield from _fits(scope, asked, rooms, auto)
+        yield from _fits(scope, guaranteed, rooms, auto)
 
 
-def _asked(frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part]) -> Asked:
+def _guaranteed(frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Amount]) -> Guaranteed:
     shares: dict[str, Fraction] = {}
     limits: dict[str, int] = {}
     elastic = []
@@ -177,7 +177,7 @@ def _asked(frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str, Part
                 shares[name] = part.min
             else:
                 limits[name] = part.min
-    return Asked(shares, limits, tuple(elastic))
+    return Guaranteed(shares, limits, tuple(elastic))
 
 
 def _of_others(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
@@ -190,7 +190,7 @@ def _of_others(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violatio
                 yield Violation(("frameworks", name, option.name), message, option.fix, True, True)
 
 
-def _bounds(name: str, part: Part) -> Iterator[Violation]:
+def _bounds(name: str, part: Amount) -> Iterator[Violation]:
     """The order of min and max. The plan compares a percentage with bytes, on each GPU."""
     least, most = part.min, part.max
     if least is not None and most is not None and type(least) is type(most) and most < least:
@@ -200,7 +200,7 @@ def _bounds(name: str, part: Part) -> Iterator[Violation]:
         )
 
 
-def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
+def _exactly_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
     """An entry must have exactly one of share, limit, and min with max."""
     from memguard._budget import suggestions
 
@@ -244,7 +244,10 @@ def _not_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> It
 
 
 def _other_bound(entry: Mapping[str, Any], bound: str, fixed: str) -> str:
-    """The bound that share or limit should be, given the other bound; "" if its value is on the wrong side."""
+    """The bound that the key `fixed` (share or limit) replaces, given the other `bound`.
+
+    "" if its value is on the wrong side of that bound.
+    """
     here, there = _read(values.least, entry[bound]), _read(values.least, entry[fixed])
     if here is None or there is None:
         return ""
@@ -253,8 +256,8 @@ def _other_bound(entry: Mapping[str, Any], bound: str, fixed: str) -> str:
     return "max" if bound == "min" else "min"
 
 
-def _shares(asked: Asked, rooms: list[int]) -> Iterator[Violation]:
-    shares, limits, elastic = asked
+def _shares(guaranteed: Guaranteed, rooms: list[int]) -> Iterator[Violation]:
+    shares, limits, elastic = guaranteed
     total = sum(shares.values(), Fraction(0))
     if total < 1:
         return
@@ -306,13 +309,13 @@ def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
     return -(-size // (128 * MIB)) * 128 * MIB
 
 
-def _fits(scope: Scope, asked: Asked, rooms: list[int], auto: int) -> Iterator[Violation]:
+def _fits(scope: Scope, guaranteed: Guaranteed, rooms: list[int], auto: int) -> Iterator[Violation]:
     """Compare bytes with bytes. The plan finds misfits that depend on the GPU."""
     loc, own, limit, written_reserve = scope
     at = next((key for key in ("limit", "reserve") if key in own), None)
     if at is None or not isinstance(limit, int):
         return
-    shares, limits, elastic = asked
+    shares, limits, elastic = guaranteed
     declared = written_reserve if isinstance(written_reserve, int) else None  # `auto` depends on the GPU
     reserve, keep = declared or 0, auto if declared is None else declared
     total = sum(shares.values(), Fraction(0))
@@ -395,7 +398,7 @@ def _same_device(devices: Mapping[str, Any]) -> Iterator[Violation]:
     for key in devices:
         same = _read(values.device_key, key)
         if same is not None and same in seen:
-            message = f"the same GPU as {values.found(seen[same])} above"
+            message = f"the same GPU as {values.excerpt(seen[same])} above"
             yield Violation(("devices", key), message, "keep one of them", True)
         elif same is not None:
             seen[same] = key
@@ -426,11 +429,11 @@ def _levels(monitor: Mapping[str, Any], budget: Checked | None) -> Iterator[Viol
 
 def _metrics(metrics: Mapping[str, Any]) -> Iterator[Violation]:
     """`metrics` needs an exporter. An unknown key has its own problem and may be a misspelt one."""
-    told = {key: value for key, value in metrics.items() if key != "opentelemetry" or value is not False}
-    if set(told) <= {"job"}:
+    exporters = {key: value for key, value in metrics.items() if key != "opentelemetry" or value is not False}
+    if set(exporters) <= {"job"}:
         from memguard._budget import suggestions
 
-        both = {"prometheus": 9477, **told}
+        both = {"prometheus": 9477, **exporters}
         fix = f"write 'metrics: {suggestions.flow(both)}' or 'metrics: {{opentelemetry: true}}'"
         yield Violation(("metrics",), "nobody gets them: it names neither prometheus nor opentelemetry", fix, True)
 
@@ -456,7 +459,7 @@ def _lease(device: Mapping[str, Any]) -> Iterator[Violation]:
 def _repeated(loc: Loc, names: list[object]) -> Iterator[Violation]:
     for index, name in enumerate(names):
         if isinstance(name, str) and name in names[:index]:
-            yield Violation((*loc, index), f"{values.found(name)} is named twice", "keep one of them")
+            yield Violation((*loc, index), f"{values.excerpt(name)} is named twice", "keep one of them")
 
 
 def _sum(parts: Mapping[str, Fraction | int], elastic: Collection[str]) -> str:

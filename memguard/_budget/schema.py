@@ -26,13 +26,13 @@ from pydantic import (
 from pydantic_core import core_schema
 
 from memguard._base.advice import InvalidValue
-from memguard._base.findings import NAMES, Name
+from memguard._base.findings import names
 from memguard._base.framework_spec import Option
-from memguard._base.specs import SPECS
+from memguard._base.source_map import Document, Origin, in_order, of_mapping
 from memguard._base.units import short
 from memguard._budget import rules, values
-from memguard._budget.source_map import Document, Origin, in_order, of_mapping
 from memguard._budget.values import WRITTEN, Frozen, frozen
+from memguard._frameworks.specs import SPECS
 from memguard.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class _Model(BaseModel):
 
 
 class DeviceBudget(_Model):
-    """What this process may take of each GPU. `wait` is in seconds; None: `init` does not wait for a lease."""
+    """The memory that this process may use on each GPU. `wait` is the wait for a lease in seconds; None: no wait."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -72,37 +72,39 @@ class DeviceBudget(_Model):
         }
     )
 
-    limit: values.DeviceLimit = _key("A percentage of what CUDA can give, or bytes.", "90%", examples=["90%", "40GiB"])
+    limit: values.DeviceLimit = _key(
+        "A percentage of the memory that CUDA can allocate, or bytes.", "90%", examples=["90%", "40GiB"]
+    )
     reserve: values.Reserve = _key(
-        "Kept for what lies outside every cap: auto, or bytes.", "auto", examples=["auto", "2GiB"]
+        "Memory reserved for allocations outside every cap: auto, or bytes.", "auto", examples=["auto", "2GiB"]
     )
     lease: bool = _key(
-        "Whether init claims the limit of each GPU among the processes of this user, which together claim no more than "
-        "there is: memguard leases.",
+        "Whether init claims a lease of the limit on each GPU. The leases of a user's processes never exceed the GPU: "
+        "memguard leases.",
         False,
         strict=True,
     )
     wait: values.LeaseWait = _key(
-        "With lease: how long init waits until others give back enough, first come, first served. From 1s to 7 days; "
-        "0: not at all.",
+        "With lease: how long init waits for other processes to release enough, in order of arrival. From 1s to "
+        "7 days; 0: no wait.",
         examples=["10min"],
     )
     on_wait: Literal["wait", "suspend-idle"] = _key(
-        "With lease, what is done while it waits. suspend-idle: those that hold one, have nothing to do and allow it "
-        "(suspend: {on_demand: 10s}) are suspended until there is room for them again.",
+        "With lease: the action during the wait. suspend-idle: suspend idle processes that hold a lease and allow it "
+        "(suspend: {on_demand: 10s}), until there is room for them again.",
         "wait",
     )
 
 
 class DeviceOverride(_Model):
-    """What differs on some GPUs: a key that is left out is as in `device`, and None here."""
+    """Overrides for some GPUs. A missing key, None here, has the value of `device`."""
 
     limit: values.OwnLimit = _key("As in device.", examples=["90%", "40GiB"])
     reserve: values.OwnReserve = _key("As in device.", examples=["auto", "2GiB"])
 
 
 class FrameworkBudget(_Model):
-    """One framework's part: share, or limit, or min with max. Its options are attributes too, those of others None."""
+    """One framework's part: share, or limit, or min with max. Options are attributes too; those of others are None."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -116,11 +118,11 @@ class FrameworkBudget(_Model):
         "The same on every GPU: 512MiB, 1.5GiB (base 1024) or bytes; at least 2MiB.", examples=["4GiB", "512MiB"]
     )
     min: values.Least = _key(
-        "With max, an elastic share: what it can have at any time. A part of (limit − reserve), or bytes.",
+        "With max, an elastic share: its guaranteed memory. A part of (limit − reserve), or bytes.",
         examples=["5%", "1GiB"],
     )
     max: values.Most = _key(
-        "With min: what its cap may rise to while others leave room. A part of (limit − reserve), or bytes.",
+        "With min: the most to which its cap rises while others leave room. A part of (limit − reserve), or bytes.",
         examples=["15%", "4GiB"],
     )
 
@@ -179,7 +181,7 @@ class _ByFramework:
 
 
 class MonitorConfig(_Model):
-    """What watches the process while it runs.
+    """The monitor, which samples the process's GPU memory.
 
     Durations are seconds, levels fractions, sizes bytes. `timeline` is absolute if the budget was read from a file.
     """
@@ -187,71 +189,75 @@ class MonitorConfig(_Model):
     interval: values.Interval = _key("How often the GPUs are sampled: from 50ms to 1h.", "500ms")
     warn: values.Percent = _key("The part of a cap or a GPU's limit above which a warning is logged.", values.WARN)
     critical: values.Percent = _key("The part above which the pressure is critical; above warn.", values.CRITICAL)
-    forecast: values.Forecast = _key("How long before a cap is reached a warning is logged; 0: never.", "20s")
+    forecast: values.Forecast = _key("How long before a cap is reached to log a warning; 0: never.", "20s")
     timeline: values.Timeline = _key(
-        "A file for every sample and event, relative to the folder of this file. {pid} and {rank} are filled in.",
+        "The file for all samples and events, relative to this file's folder. {pid} and {rank} are replaced.",
         examples=["memguard.jsonl"],
     )
-    timeline_size: values.TimelineSize = _key("The most that the timeline may take on disk; at least 1MiB.", "64MiB")
+    timeline_size: values.TimelineSize = _key("The maximum size of the timeline on disk; at least 1MiB.", "64MiB")
     top: bool = _key(
-        "Whether memguard top of the same user may watch this process, and ask it to trim or to change a cap.",
+        "Whether memguard top of the same user may show this process, and request trims and cap changes.",
         False,
         strict=True,
     )
 
 
 class SuspendConfig(_Model):
-    """When this process may leave its GPUs. `when_idle` and `on_demand` are in seconds; None: never."""
+    """When this process may be suspended. `when_idle` and `on_demand` are in seconds; None: never."""
 
     when_idle: values.WhenIdle = _key(
-        "In a notebook: without work for so long, it leaves its GPUs until the next cell. From 1s to 7 days.",
+        "In a notebook: the idle time after which the process is suspended until the next cell. From 1s to 7 days.",
         examples=["10min"],
     )
     by_others: bool = _key(
         "Whether other processes of the user may suspend it: memguard suspend PID.", False, strict=True
     )
     on_demand: values.WhenIdle = _key(
-        "Without work for so long, it leaves its GPUs for another process that waits for its lease (device: {on_wait: "
-        "suspend-idle}), and comes back when there is room. From 1s to 7 days.",
+        "The idle time after which another process that waits for its lease (device: {on_wait: suspend-idle}) may "
+        "suspend this one; it resumes when there is room. From 1s to 7 days.",
         examples=["10s"],
     )
     host_memory: Literal["check", "ignore"] = _key(
-        "check: not if host memory is too small for it. ignore: for a machine whose memory grows.", "check"
+        "check: refuse to suspend if host memory is too small. ignore: for a machine whose memory grows.", "check"
     )
 
 
 class MetricsConfig(_Model):
-    """What is told to whom about the memory, from the monitor's samples. `prometheus` is a port, None without one."""
+    """Exporters of the monitor's samples. `prometheus` is a port; None: no Prometheus endpoint."""
 
     model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["prometheus"]}, {
         "required": ["opentelemetry"], "properties": {"opentelemetry": {"const": True}},
     }]})  # fmt: skip
 
     prometheus: values.Port = _key(
-        "A port of 127.0.0.1 at which Prometheus finds the metrics: from 1024 to 65535. LOCAL_RANK is added to it.",
+        "The port of 127.0.0.1 that serves Prometheus metrics: from 1024 to 65535. LOCAL_RANK is added to it.",
         examples=[9477],
     )
     opentelemetry: bool = _key(
-        "Whether the program's own OpenTelemetry MeterProvider gets the metrics.", False, strict=True
+        "Whether to export the metrics to the program's own OpenTelemetry MeterProvider.", False, strict=True
     )
-    job: values.Job = _key("What the metrics call this program; without it the name of its script.", examples=["train"])
+    job: values.Job = _key(
+        "The name of this program in the metrics; by default that of its script.", examples=["train"]
+    )
 
 
 class DoctorConfig(_Model):
-    """What `memguard doctor` reads of the budget; nothing else uses it."""
+    """Settings of `memguard doctor`; nothing else uses them."""
 
     # Sorted, so that equivalent budgets are equal.
     ignore: Annotated[
-        tuple[Name, ...], AfterValidator(lambda names: tuple(sorted(names, key=NAMES.index))), values.LISTED
-    ] = _key("Findings that it leaves out, by name: docs/doctor has a page for each.", (), json_schema_extra=_UNIQUE)
+        tuple[values.Finding, ...],
+        AfterValidator(lambda ignored: tuple(sorted(ignored, key=lambda name: (*names(), name).index(name)))),
+        values.LISTED,
+    ] = _key("Findings that it omits, by name: docs/doctor has a page for each.", (), json_schema_extra=_UNIQUE)
 
 
 class Budget(_Model):
-    """How much memory of each GPU one process may take, and which framework gets which part of it.
+    """The memory of each GPU that one process may use, and each framework's part of it.
 
-    A budget cannot be changed. Two are equal if they mean the same, however they were written. `devices` has a whole
+    Immutable. Two budgets of the same values are equal, whatever their spelling. `devices` has a whole
     UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `ranks` is "auto" or the number of
-    ranks on each GPU. It, `monitor`, `metrics`, `suspend` and `doctor` are None if nothing is asked of them.
+    ranks on each GPU. It, `monitor`, `metrics`, `suspend` and `doctor` are None if the file omits them.
     """
 
     model_config = ConfigDict(
@@ -263,37 +269,41 @@ class Budget(_Model):
     )
 
     version: values.Version = Field(description="The version of this format.", examples=[1])
-    device: DeviceBudget = Field(default_factory=DeviceBudget, description="What this process may take of each GPU.")
+    device: DeviceBudget = Field(
+        default_factory=DeviceBudget, description="The memory that this process may use on each GPU."
+    )
     devices: Annotated[
         Mapping[Annotated[str, AfterValidator(values.device_key)], DeviceOverride],
         AfterValidator(frozen),
     ] = Field(
         default_factory=lambda: Frozen({}),
-        description="Other values for single GPUs: by UUID, CUDA ordinal (0 or cuda:0), or pattern of the name.",
+        description="Overrides for single GPUs: by UUID, CUDA ordinal (0 or cuda:0), or pattern of the name.",
         json_schema_extra={"propertyNames": {"anyOf": values.DEVICE_KEYS}},
     )
     frameworks: Annotated[Mapping[str, FrameworkBudget], _ByFramework] = Field(
-        description="The frameworks this process may use the GPU with. One that is not named gets no cap.",
+        description="The frameworks of this process that use the GPU. A framework that is not named gets no cap.",
         json_schema_extra={"minProperties": 1},
     )
     strategy: Literal["caps", "pool"] = _key(
-        "caps: each framework has a cap of its own. pool: those that can draw from one driver pool, whose size is the "
-        "sum of their parts.",
+        "caps: each framework has its own cap. pool: the frameworks that can allocate from one driver pool share it; "
+        "its size is the sum of their parts.",
         "caps",
     )
     on_busy: Literal["warn", "raise"] = _key(
-        "What init does if others hold so much of a GPU that the limit cannot be had: log a warning, or raise.", "warn"
+        "What init does if other processes hold so much of a GPU that the limit is out of reach: warn (in the log) or "
+        "raise.",
+        "warn",
     )
     ranks: values.Ranks = _key(
-        "For the ranks of torchrun, mpirun and srun. auto: those that use the same GPU divide its limit. {per_gpu: 2}: "
-        "two processes share each GPU. Without this key each process has the budget whole.",
+        "For the ranks of torchrun, mpirun and srun. auto: ranks that use the same GPU divide its limit. {per_gpu: 2}: "
+        "two processes share each GPU. Without this key each process has the whole budget.",
         examples=["auto"],
     )
     monitor: Annotated[MonitorConfig | None, WRITTEN] = _key(
-        "A thread that samples who holds what. Without this key there is none; {} takes the defaults."
+        "A thread that samples the GPU memory of each framework. Without this key there is none; {} takes the defaults."
     )
     on_pressure: Annotated[tuple[Literal["trim", "raise"], ...], values.LISTED] = _key(
-        "trim: give back idle caches at critical pressure. raise: in the next workload or require. Needs monitor.",
+        "At critical pressure, trim: free idle caches; raise: an error in the next workload or require. Needs monitor.",
         (),
         examples=[["trim"]],
         json_schema_extra=_UNIQUE,
@@ -302,21 +312,21 @@ class Budget(_Model):
         MetricsConfig | None,
         WRITTEN,
         AfterValidator(lambda metrics: metrics if metrics.prometheus or metrics.opentelemetry else None),
-    ] = _key("Figures for Prometheus and OpenTelemetry, which starts the monitor too. Without this key there are none.")
+    ] = _key("Export metrics to Prometheus or OpenTelemetry. Starts the monitor too. By default nothing is exported.")
     suspend: Annotated[
         SuspendConfig | None,
         WRITTEN,
         AfterValidator(lambda suspend: suspend if suspend != SuspendConfig() else None),
-    ] = _key("When this process may leave its GPUs. Without this key only when it asks for it itself.")
+    ] = _key("When this process may be suspended. Without this key only at its own call.")
     doctor: Annotated[
         DoctorConfig | None, WRITTEN, AfterValidator(lambda doctor: doctor if doctor.ignore else None)
-    ] = _key("What `memguard doctor` reads of the budget; nothing else uses it.")
+    ] = _key("Settings of `memguard doctor`; nothing else uses them.")
     _origin: Origin = PrivateAttr(default_factory=Origin)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Budget":
         """Parse the budget in a file. Raises ConfigError, also if the file cannot be read."""
-        from memguard._budget.yaml import MAX_BYTES
+        from memguard._base.yaml import MAX_BYTES
 
         source = short(path)
         try:
@@ -333,7 +343,7 @@ class Budget(_Model):
     @classmethod
     def from_text(cls, text: str | bytes, source: str = "budget") -> "Budget":
         """Parse text, or bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
-        from memguard._budget.yaml import read  # imports yaml, which only text needs
+        from memguard._base.yaml import read  # imports yaml, which only text needs
 
         return _budget(read(text), _printable(source))
 
@@ -415,12 +425,12 @@ def _budget(document: Document, source: str) -> Budget:
     if budget.ranks is not None:
         budget = _unsaid(budget)
     if document.text is not None:
-        budget._origin = Origin(source, document)
+        budget._origin = Origin(source, document, values.device_key)
     return budget
 
 
 def _unsaid(budget: Budget) -> Budget:
-    """Set each count that the file leaves out, such as `nccl`, to None: in a rank its default depends on the others."""
+    """Set each count that the file leaves out, such as `nccl`, to None: a rank's default depends on the other ranks."""
     found = {}
     for name, one in budget.frameworks.items():
         counts = {option.name for option in SPECS[name].options if option.kind == "count"} - one.model_fields_set
@@ -436,8 +446,8 @@ def _fields() -> "Fields":
 
 
 def _not_a_mapping(document: Document) -> Problem:
-    found = f"holds {values.found(document.data)}, not the keys of a budget"
-    fix = "start with 'version: 1' and 'frameworks:'; `memguard schema` prints every key"
+    found = f"holds {values.excerpt(document.data)}, not the keys of a budget"
+    fix = "start with 'version: 1' and 'frameworks:'; `memguard check --schema` prints every key"
     return Problem("is empty" if document.data is None else found, fix, *(document.values.get(()) or ()))
 
 

@@ -7,35 +7,28 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from memguard._base.specs import SPECS
-from memguard._base.types import DevicePlan, FrameworkSample, Usage
+from memguard._base.types import POOL, DevicePlan, FrameworkSample, Usage
 from memguard._base.units import format_size
+from memguard._frameworks.specs import SPECS, pool_capped
 
 if TYPE_CHECKING:
     from memguard._budget import Budget
 
-POOL: Final = "shared pool"
-"""The ledger's row of the pool's bytes beyond the frameworks' arrays: one cache for all."""
 REMAINDER = (
     "≈ a remainder: what is in use in the shared pool and counted by no other framework, as torch's own figures cover "
     "everybody there"
 )
 
 
-def capped(names: Iterable[str]) -> bool:
-    """Whether the driver can cap the pool of these frameworks: none of them allocates from the default pool only."""
-    return not any(SPECS[name].default_pool for name in names)
-
-
 def how(part: DevicePlan, name: str) -> str:
     """How the joint cap of a framework is enforced, for `memguard plan`."""
-    if capped(part.joined):
+    if pool_capped(part.joined):
         return "enforced, jointly: the size (maxSize) of one driver pool for all of them"
-    if SPECS[name].asks:
+    if SPECS[name].requests_room:
         return "enforced by memguard's allocator: what all have in use in the default pool"
     return "watched: it draws from the device's default pool, which nothing caps"
 
@@ -76,6 +69,8 @@ def caps_of(part: DevicePlan) -> dict[str, int]:
 
 def usages_by_allocator(part: DevicePlan, rows: Mapping[str, Usage]) -> dict[str, Usage | None]:
     """The usage of each allocator, from the ledger's rows: the pool is its clients' live bytes and its cache."""
+    if not part.joined:
+        return dict(rows)
     found: dict[str, Usage | None] = {n: u for n, u in rows.items() if n != POOL and n not in part.joined}
     if (cache := rows.get(POOL)) is not None:
         live = [one.in_use or 0 for name, one in rows.items() if name in part.joined]
@@ -110,8 +105,3 @@ def left_to(part: DevicePlan, figures: Mapping[str, FrameworkSample]) -> dict[st
         if (one := figures.get(name)) is not None:
             found[name] = one._replace(cap=max(part.caps[name] - (live - (one.in_use or 0)), 1))
     return found
-
-
-def counted(used: int, others: Mapping[str, int]) -> int:
-    """The remainder: bytes in use in the pool that no other framework counts. Clamped at 0: readings differ in time."""
-    return max(used - sum(others.values()), 0)

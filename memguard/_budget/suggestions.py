@@ -9,8 +9,8 @@ from fractions import Fraction
 from math import floor
 from typing import Any
 
-from memguard._base.specs import SPECS
 from memguard._base.units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, short
+from memguard._frameworks.specs import SPECS
 
 FIELDS_OF_A_DEVICE = ("limit", "reserve")
 _PERCENT = ("%", "percent", "per cent", "pct", "percents")
@@ -117,9 +117,9 @@ _HALF = Fraction(1, 2)
 def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int | None) -> dict[str, Fraction | int]:
     """Scale the parts to fit `room` bytes (None: unknown), in proportion to the declared ones; returns only changes.
 
-    Lowers shares if they exceed 100% in sum, else limits; both to one half if lowering one kind is not enough, or
-    shares to what the smallest limits leave. With an unknown room, shares leave a tenth for limits. Empty if nothing
-    fits: no limit can be less than `GRANULE`, and no share is lowered to less than that.
+    Lowers shares if they exceed 100% in sum, else limits; if lowering one kind is not enough, both to one half each, or
+    shares to the room beside the smallest limits. If the room is unknown, shares leave a tenth of it for limits. Empty
+    if nothing fits: no limit can be less than `GRANULE`, and no share is lowered to less than that.
     """
     wanted, sizes, least = sum(shares.values(), Fraction(0)), sum(limits.values()), len(limits) * GRANULE
     bytes_left: int | None
@@ -181,7 +181,7 @@ def at(data: object, loc: Iterable[str | int]) -> Any:
 
 
 def share_left(data: object) -> str:
-    """A share that fits beside the declared shares: half of the remainder."""
+    """A share that fits in addition to the declared shares: half of the remainder."""
     shares = Fraction(0)
     entries = at(data, ["frameworks"])
     for entry in entries.values() if isinstance(entries, Mapping) else ():
@@ -209,7 +209,7 @@ def is_quantity(name: str) -> bool:
 
 
 def bare_unit(name: str) -> str:
-    """The unit of a bare number under such a key."""
+    """The unit that a number without a unit most likely has under this unknown key."""
     key = normal(name)
     if _PART_KEY.fullmatch(key):
         return "%"

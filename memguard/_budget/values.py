@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import PydanticKnownError, core_schema
 
+from memguard._base import findings
 from memguard._base.advice import InvalidValue
 from memguard._base.units import GIB, GRANULE, KIB, MAX_SIZE, MIB, TIB, parse_duration, parse_percent, parse_size, short
 
@@ -46,7 +47,7 @@ _OCTAL = re.compile(r"\s*0[0-9]+\s*")
 _ORDINAL = "([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{0,3})"
 
 
-def found(value: object) -> str:
+def excerpt(value: object) -> str:
     """A value as a message shows it: short and in one line."""
     kinds = {type(None): "nothing", list: "a list", dict: "a mapping"}
     return kinds.get(type(value)) or short(value)
@@ -111,21 +112,21 @@ def percent(value: object) -> Fraction:
     try:
         return parse_percent(value)
     except InvalidValue as error:
-        raise _with_meant(error, value, "%", lambda text: "%" in text) from None
+        raise _with_suggestion(error, value, "%", lambda text: "%" in text) from None
 
 
 def size(value: object, least: int = GRANULE) -> int:
     """Bytes. A number that is too small gets an error about its missing unit."""
     if isinstance(value, str) and _OCTAL.fullmatch(value):
-        raise InvalidValue(f"{found(value)} starts with 0: octal to some programs", "write it without the leading 0")
+        raise InvalidValue(f"{excerpt(value)} starts with 0: octal to some programs", "write it without the leading 0")
     try:
         size = parse_size(value)
     except InvalidValue as error:
-        raise _with_meant(error, value, "MiB", lambda text: "%" not in text) from None
+        raise _with_suggestion(error, value, "MiB", lambda text: "%" not in text) from None
     if size < least:
         why = ", the smallest piece that CUDA hands out" if least == GRANULE else ""
         unit = _unit_missing(value, size < MIB and size * MIB >= least, "MiB")
-        raise InvalidValue(f"{found(value)} is less than {size_text(least)}{why}", unit)
+        raise InvalidValue(f"{excerpt(value)} is less than {size_text(least)}{why}", unit)
     return size
 
 
@@ -134,8 +135,8 @@ def share(value: object) -> Fraction:
     with contextlib.suppress(ValueError):
         return parse_percent(value)
     text = value if isinstance(value, str) and "%" not in value else ""
-    if text and (size := _meant(text, "%")) and not size.endswith("%"):
-        raise InvalidValue(f"a share is a percentage, found the size {found(value)}", f"write 'limit: {size}'")
+    if text and (size := _suggestion(text, "%")) and not size.endswith("%"):
+        raise InvalidValue(f"a share is a percentage, found the size {excerpt(value)}", f"write 'limit: {size}'")
     return percent(value)  # accepts a Fraction; raises the error for anything else
 
 
@@ -146,10 +147,10 @@ def limit(value: object) -> int:
     except ValueError:
         if not _is_part(value):
             raise
-        part = _meant(value, "%")
+        part = _suggestion(value, "%")
         instead = f"'share: {part}', or " if part else ""
         fix = f"write {instead}a size such as '4GiB'"
-        raise InvalidValue(f"a framework's limit is bytes, found {found(value)}", fix) from None
+        raise InvalidValue(f"a framework's limit is bytes, found {excerpt(value)}", fix) from None
 
 
 def device_limit(value: object) -> Fraction | int:
@@ -159,7 +160,7 @@ def device_limit(value: object) -> Fraction | int:
     except ValueError:
         if not _is_all(value):
             raise
-        raise InvalidValue(f"{found(value)} is no limit", "write '100%' for all that CUDA can give") from None
+        raise InvalidValue(f"{excerpt(value)} is no limit", "write '100%' for all that CUDA can give") from None
 
 
 def least(value: object) -> Fraction | int:
@@ -167,10 +168,10 @@ def least(value: object) -> Fraction | int:
     try:
         return _part_or_bytes(value, "4GiB")
     except ValueError:
-        if not re.fullmatch(r"0+(\.0*)?\s*(%|[a-z]{1,3})?", found(value).strip("' ").lower()):
+        if not re.fullmatch(r"0+(\.0*)?\s*(%|[a-z]{1,3})?", excerpt(value).strip("' ").lower()):
             raise
         fix = f"write '{size_text(GRANULE)}', the smallest cap"
-        raise InvalidValue(f"a min of {found(value)} guarantees nothing", fix) from None
+        raise InvalidValue(f"a min of {excerpt(value)} guarantees nothing", fix) from None
 
 
 def most(value: object) -> Fraction | int:
@@ -180,7 +181,7 @@ def most(value: object) -> Fraction | int:
     except ValueError:
         if not _is_all(value):
             raise
-        raise InvalidValue(f"{found(value)} is no max", "write '100%' for all that others leave") from None
+        raise InvalidValue(f"{excerpt(value)} is no max", "write '100%' for all that others leave") from None
 
 
 def _part_or_bytes(value: object, example: str) -> Fraction | int:
@@ -191,11 +192,11 @@ def _part_or_bytes(value: object, example: str) -> Fraction | int:
     except ValueError:
         if _is_part(value):
             return percent(value)  # raises the error with the syntax
-        bare = found(value).strip("' ")
+        bare = excerpt(value).strip("' ")
         if not re.fullmatch("100|[1-9][0-9]?", bare):
             raise
         fix = f"write '{bare}%', or a size such as '{example}'"
-        raise InvalidValue(f"{found(value)} has no unit", fix) from None
+        raise InvalidValue(f"{excerpt(value)} has no unit", fix) from None
 
 
 def _is_part(value: object) -> bool:
@@ -206,23 +207,23 @@ def _is_part(value: object) -> bool:
         with contextlib.suppress(ValueError):
             parse_size(value)
             return False
-    return isinstance(value, (str, float)) and (_meant(value, "MiB") or "").endswith("%")
+    return isinstance(value, (str, float)) and (_suggestion(value, "MiB") or "").endswith("%")
 
 
 def _is_all(value: object) -> bool:
     return isinstance(value, str) and value.strip().lower() in ("all", "max", "none", "unlimited", "full")
 
 
-def _meant(value: object, bare: str) -> str | None:
+def _suggestion(value: object, bare: str) -> str | None:
     """`suggestions.quantity`, imported only for an invalid value."""
     from memguard._budget import suggestions
 
     return suggestions.quantity(value, bare)
 
 
-def _with_meant(error: InvalidValue, value: object, bare: str, fits: Callable[[str], bool]) -> InvalidValue:
+def _with_suggestion(error: InvalidValue, value: object, bare: str, fits: Callable[[str], bool]) -> InvalidValue:
     """The error with the suggested value as its fix, if there is one."""
-    text = _meant(value, bare)
+    text = _suggestion(value, bare)
     said = f"write '{text}'", f"write for example '{text}'"
     if text is None or not fits(text) or error.advice.fix.startswith(said):
         return error
@@ -234,11 +235,11 @@ def reserve(value: object) -> int | Literal["auto"]:
     if value == "auto":
         return "auto"
     if isinstance(value, str) and "%" in value:
-        raise InvalidValue(f"a reserve is 'auto' or bytes, found {found(value)}")
+        raise InvalidValue(f"a reserve is 'auto' or bytes, found {excerpt(value)}")
     if value == 0 and not isinstance(value, bool):
         raise InvalidValue("a reserve of 0 cannot hold: every CUDA context takes memory", "write 'auto'")
     if isinstance(value, str) and value.strip().lower() in ("auto", "none", "off", "no", "default", "automatic"):
-        raise InvalidValue(f"{found(value)} is not a size", "write 'auto', or a size such as '2GiB'")
+        raise InvalidValue(f"{excerpt(value)} is not a size", "write 'auto', or a size such as '2GiB'")
     return size(value)
 
 
@@ -248,7 +249,7 @@ def duration(value: object, least: float, most: float, or_none: str = "") -> flo
     if least <= seconds <= most or (or_none and seconds == 0):
         return seconds
     span = f"between {duration_text(least)} and {duration_text(most)}{or_none}"
-    raise InvalidValue(f"{found(value)} is not {span}", _unit_missing(value, least <= seconds / 1000 <= most, "ms"))
+    raise InvalidValue(f"{excerpt(value)} is not {span}", _unit_missing(value, least <= seconds / 1000 <= most, "ms"))
 
 
 def lease_wait(value: object) -> float | None:
@@ -259,12 +260,12 @@ def lease_wait(value: object) -> float | None:
 def version(value: object) -> int:
     """The version of the file format."""
     if isinstance(value, bool) or value != 1 or not isinstance(value, int):
-        newer = re.fullmatch(r"'?v?([0-9]{1,9})(\.[0-9]+)*'?", found(value))
+        newer = re.fullmatch(r"'?v?([0-9]{1,9})(\.[0-9]+)*'?", excerpt(value))
         if newer and int(newer[1]) > 1 and not isinstance(value, bool):
-            reads = f"this memguard reads version 1, found {found(value)}: the file was written for a newer memguard"
+            reads = f"this memguard reads version 1, found {excerpt(value)}: the file was written for a newer memguard"
             raise InvalidValue(reads, "update memguard, or use a budget of version 1")
         quotes = " without quotes" if value == "1" else ""
-        raise InvalidValue(f"this memguard reads version 1, found {found(value)}", f"write 'version: 1'{quotes}")
+        raise InvalidValue(f"this memguard reads version 1, found {excerpt(value)}", f"write 'version: 1'{quotes}")
     return value
 
 
@@ -272,14 +273,14 @@ def timeline(value: object) -> str:
     """The path of the timeline, unexpanded: `{pid}` and `{rank}` are filled in when the file is opened."""
     if not isinstance(value, str) or not value.strip() or re.search(r"(^|/)\.{0,2}\Z", value):
         none = ", which names none" if isinstance(value, str) else ""
-        raise InvalidValue(f"timeline is the path of a file, found {found(value)}{none}")
+        raise InvalidValue(f"timeline is the path of a file, found {excerpt(value)}{none}")
     if not value.isprintable() or len(value) > MAX_PATH:
         what = f"longer than {MAX_PATH} characters" if value.isprintable() else "not printable"
-        raise InvalidValue(f"the path {found(value)} is {what}")
+        raise InvalidValue(f"the path {excerpt(value)} is {what}")
     if value.startswith("~") or "$" in value:
-        raise InvalidValue(f"memguard expands neither '~' nor '$' in {found(value)}", "write the path as it is")
+        raise InvalidValue(f"memguard expands neither '~' nor '$' in {excerpt(value)}", "write the path as it is")
     if unknown := set(re.findall(r"[{}][^{}]*[{}]?", value)) - {"{pid}", "{rank}"}:
-        name = found(min(unknown))
+        name = excerpt(min(unknown))
         raise InvalidValue(f"memguard does not fill in {name} in a path", "write '{pid}' or '{rank}'")
     return value
 
@@ -289,7 +290,7 @@ def port(value: object) -> int:
     text = value.strip() if isinstance(value, str) else ""
     if isinstance(value, bool) or not isinstance(value, int) or not PORTS[0] <= value <= PORTS[1]:
         own = f"write '{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{3,4}", text) else ""
-        raise InvalidValue(f"{found(value)} is not a port from {PORTS[0]} to {PORTS[1]}", own)
+        raise InvalidValue(f"{excerpt(value)} is not a port from {PORTS[0]} to {PORTS[1]}", own)
     return value
 
 
@@ -297,7 +298,7 @@ def job(value: object) -> str:
     """The name of a job, in plain characters that need no escaping in queries."""
     if not isinstance(value, str) or not re.fullmatch(JOB, value):
         raise InvalidValue(
-            f"{found(value)} is not the name of a job: at most {MAX_JOB} letters, digits and . _ / : @ -, "
+            f"{excerpt(value)} is not the name of a job: at most {MAX_JOB} letters, digits and . _ / : @ -, "
             "the first a letter or digit"
         )
     return value
@@ -314,17 +315,17 @@ def ranks(value: object) -> int | Literal["auto"]:
         text = count.strip() if isinstance(count, str) else ""
         own = f"'{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{0,2}", text, re.ASCII) else "'{per_gpu: 2}'"
         raise InvalidValue(
-            f"per_gpu is how many ranks share a GPU, from 1 to {MAX_RANKS}, found {found(count)}", f"write {own}"
+            f"per_gpu is how many ranks share a GPU, from 1 to {MAX_RANKS}, found {excerpt(count)}", f"write {own}"
         )
     if isinstance(value, Mapping) and (odd := [key for key in value if key != "per_gpu"]):
         raise InvalidValue(
-            f"ranks is 'auto' or '{{per_gpu: 2}}', found a mapping with {found(odd[0])}", "write '{per_gpu: 2}'"
+            f"ranks is 'auto' or '{{per_gpu: 2}}', found a mapping with {excerpt(odd[0])}", "write '{per_gpu: 2}'"
         )
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_RANKS:
         raise InvalidValue(
             f"ranks is no number, found {value}", f"write '{{per_gpu: {value}}}' if so many share each GPU"
         )
-    raise InvalidValue(f"ranks is 'auto' or '{{per_gpu: 2}}', found {found(value)}", "write 'auto'")
+    raise InvalidValue(f"ranks is 'auto' or '{{per_gpu: 2}}', found {excerpt(value)}", "write 'auto'")
 
 
 def ranks_text(value: object) -> object:
@@ -340,11 +341,11 @@ def device_key(value: str) -> str:
         return ordinal[2]
     from memguard._budget import suggestions
 
-    shown = found(value)
+    shown = excerpt(value)
     if len(value) > MAX_KEY:
         raise InvalidValue(f"{shown} is longer than {MAX_KEY} characters", _NAME_A_GPU)
     if odd := next((c for c in name if not " " <= c <= "~"), ""):
-        # A digit of another alphabet would be parsed as an ordinal, and a look-alike letter matches no GPU's name.
+        # Python parses digits of other alphabets as an ordinal, and a look-alike letter matches no GPU's name.
         import unicodedata
 
         what = f"U+{ord(odd):04X} ({unicodedata.name(odd, 'a control character')})"
@@ -377,7 +378,7 @@ _NAME_A_GPU = "write a UUID from `nvidia-smi -L`, a CUDA ordinal such as 0, or a
 
 
 def _unit_missing(value: object, likely: bool, unit: str) -> str:
-    number = re.sub(r"\.0*$", "", found(value).strip("' "))
+    number = re.sub(r"\.0*$", "", excerpt(value).strip("' "))
     return f"write '{number}{unit}' if you mean that" if likely and re.fullmatch("[0-9]+", number) else ""
 
 
@@ -454,6 +455,27 @@ LISTED = _Shown(list)
 """Serialises a tuple as a list."""
 AS_IT_IS = _Shown(lambda value: value)
 """Serialises the value unchanged, also one that becomes None later, whatever its type."""
+
+
+class _Finding:
+    """Validates the name of a finding. Only a budget that names one reads the doctor's pages."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(cls._known)
+
+    @staticmethod
+    def __get_pydantic_json_schema__(core: core_schema.CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": list(findings.names()), "type": "string"}
+
+    @staticmethod
+    def _known(value: object) -> str:
+        if isinstance(value, str) and value in (findings.names() or (value,)):
+            return value
+        raise PydanticKnownError("literal_error", {"expected": "the name of a finding"})
+
+
+Finding = Annotated[str, _Finding]
 
 
 def _not_none(value: object) -> object:

@@ -57,7 +57,7 @@ class Region(NamedTuple):
 
 
 def regions(maps: str, name: str) -> list[Region]:
-    """The library's parts that are mapped as readable data, by `/proc/PID/maps`. `name`: how its file's name begins.
+    """The library's parts that are mapped as readable data, by `/proc/PID/maps`. `name`: the prefix of its file's name.
 
     Zero-initialised variables (.bss) are missing: they lie in unnamed memory, which the kernel joins with other
     libraries' heap.
@@ -74,7 +74,7 @@ def regions(maps: str, name: str) -> list[Region]:
 
 
 def pointers_to(found: Iterable[Region], address: int) -> list[int]:
-    """The places in writable parts that hold this address. Of this process only."""
+    """The addresses in writable parts at which `address` is stored. For this process's own mappings only."""
     pointer, at = struct.pack("P", address), list[int]()
     for region in found:
         if not region.writable:

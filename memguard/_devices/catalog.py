@@ -19,7 +19,7 @@ from memguard._base.units import GIB, MIB, format_size, parse_size, short
 from memguard.errors import ConfigError, DeviceError, Problem
 
 if TYPE_CHECKING:
-    from memguard._budget.source_map import Document, Loc
+    from memguard._base.source_map import Document, Loc
 
 SMALLEST = 256 * MIB
 """Bytes. A smaller size is a typing mistake, such as a size without its unit."""
@@ -116,7 +116,7 @@ SLICES: Mapping[str, Model] = {
 
 
 def names(*, every: bool = True) -> str:
-    """The accepted names: with every MIG slice for a help text, or with one of them for an error."""
+    """The accepted names, with every MIG slice (for a help text) or with one as an example (for an error)."""
     slices = "; ".join(f"{card}-{', '.join(profiles)}" for card, profiles in _PROFILES.items())
     slices = f"({slices})" if every else "such as h100-1g.10gb"
     return f"{', '.join(CATALOGUE)}; a MIG slice {slices}; a size such as 24GiB; a file of devices such as gpus.yaml"
@@ -157,7 +157,7 @@ def model(name: str) -> Model:
 def suggested(wanted: str) -> tuple[str, ...]:
     """The catalogue names that match a mistyped name, never another card: `a100` matches two, `a30` none."""
     parts = _parts(wanted)
-    if all(part.isdecimal() and len(part) < 4 for part in parts):  # only a size, or nothing
+    if all(part.isdecimal() and len(part) < 4 for part in parts):  # the name is only a size, or empty
         return ()
     cards = [key for key, card in CATALOGUE.items() if _means(parts, key, card)]
     return tuple(cards or [key for key, card in SLICES.items() if _means(parts, key, card)])
@@ -214,7 +214,7 @@ def _is_file(name: str) -> bool:
 
 
 def _file(path: str) -> list[Model]:
-    from memguard._budget.yaml import read
+    from memguard._base.yaml import read
 
     document = read(_read(path))
     found = _Profile(document)

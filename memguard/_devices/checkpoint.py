@@ -5,12 +5,12 @@ and restore it. Each call may take as long as the copy, or hang (a stopped targe
 (`_node/suspend/driver/helper.py`) makes these calls.
 
 The driver allocates a restored process's bytes in the first 30 ms of the restore (H200, driver 580.159), and destroys
-the process if they are not free. Reading the free bytes reserves nothing: another process may allocate them meanwhile.
-Memory that the helper has allocated (`Holder`) stays available, and is freed as the restore begins.
+the process if they are not free. Reading the free bytes reserves nothing: another process may allocate them before the
+restore. Memory that the helper has allocated (`MemoryPlaceholder`) stays available, and is freed as the restore begins.
 
-For that the helper needs its own context (about 0.5 GiB on an H200). If the GPU has room for both the context and the
-process, the context stays, and `Holder.release` frees only the blocks, in milliseconds. If it has not, the context
-counts towards the wanted bytes, and `release` also releases the context.
+To allocate, the helper needs a context of its own (about 0.5 GiB on an H200). If the GPU has room for both the context
+and the process, the context stays, and `MemoryPlaceholder.release` frees only the blocks, in milliseconds. Otherwise
+the context counts towards the wanted bytes, and `release` destroys it too.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ ILLEGAL_STATE = 401
 NOT_READY = 600
 """Lock: the timeout ended before the GPU's work did. The process continues to run."""
 NOT_SUPPORTED = 801
-"""Checkpoint: the process has managed memory. It stays locked, and can be unlocked."""
+"""Checkpoint: the process has managed memory. It remains locked, and can be unlocked."""
 MARGIN = 4 * MIB
-"""Bytes added to the process's. With 1.5 MiB to spare a restore worked, with 0.4 MiB too little it failed (H200)."""
+"""Free bytes required beyond the process's own. A restore succeeded with 1.5 MiB more, and failed with 0.4 MiB less
+(H200)."""
 
 
 class State(IntEnum):
@@ -63,6 +64,15 @@ class State(IntEnum):
     """The process's GPU memory is copied to the host, and the process uses no GPU."""
     FAILED = 3
     """The process cannot be restored."""
+    CHECKPOINTING = 4
+    """A checkpoint is in progress. CUDA 13.0's header lacks this state and the next one, 13.5's has them: a driver that
+    does not know them blocks the query until the operation has ended."""
+    RESTORING = 5
+    """A restore is in progress."""
+
+
+IN_PROGRESS = (State.CHECKPOINTING, State.RESTORING)
+"""The states that end by themselves."""
 
 
 class Checkpoint(Protocol):
@@ -130,7 +140,7 @@ def pieces(wanted: int, free: int, context: int) -> tuple[int, bool] | None:
 
 
 @dataclass
-class _Held:
+class _GpuBlocks:
     device: int
     context: c_void_p
     keeps: bool = True
@@ -138,13 +148,13 @@ class _Held:
     blocks: list[int] = field(default_factory=list)
 
 
-class Holder:
+class MemoryPlaceholder:
     """GPU memory that this process holds, by GPU (UUID). For one thread at a time."""
 
     def __init__(self) -> None:
         self._cuda = libcuda.load()
         libcuda.check("cuInit", self._cuda.cuInit(0))
-        self._held: dict[str, _Held] = {}
+        self._held: dict[str, _GpuBlocks] = {}
 
     def hold(self, wanted: Mapping[str, int]) -> dict[str, int]:
         """Allocate these bytes on each GPU, on all or none.
@@ -166,7 +176,7 @@ class Holder:
         from memguard._devices.nvml import Nvml
 
         cuda, nvml = self._cuda, Nvml()
-        entry = _Held(self._device(uuid), c_void_p())
+        entry = _GpuBlocks(self._device(uuid), c_void_p())
         code = cuda.cuDevicePrimaryCtxRetain(entry.context, entry.device)
         if code == OUT_OF_MEMORY:
             raise DeviceError(_lacking(uuid, wanted, nvml.memory(uuid).free))
@@ -182,7 +192,7 @@ class Holder:
             self._allocate(entry, size, uuid, wanted)
         return size + (0 if entry.keeps else own or 0)
 
-    def _allocate(self, entry: _Held, size: int, uuid: str, wanted: int) -> None:
+    def _allocate(self, entry: _GpuBlocks, size: int, uuid: str, wanted: int) -> None:
         """Allocate `size` bytes in as few blocks as possible: each block takes time to free."""
         piece, address = size, c_uint64()
         while size > 0:
@@ -198,7 +208,7 @@ class Holder:
             size -= piece
 
     def release(self, *, all_of_it: bool = False) -> None:
-        """Free the blocks, and the contexts that do not stay. `all_of_it`: every context."""
+        """Free the blocks, and the contexts that do not stay; with `all_of_it`, every context."""
         for uuid, entry in list(self._held.items()):
             with self._current(entry):
                 while entry.blocks:
@@ -208,7 +218,7 @@ class Holder:
                 del self._held[uuid]
 
     @contextlib.contextmanager
-    def _current(self, entry: _Held) -> Iterator[None]:
+    def _current(self, entry: _GpuBlocks) -> Iterator[None]:
         """Make the context current in a block. Each request runs on its own thread, which has no current context."""
         self._cuda.cuCtxPushCurrent_v2(entry.context)
         try:

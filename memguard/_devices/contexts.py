@@ -26,7 +26,7 @@ _initialised: libcuda.DriverAPI | None = None
 _primaries: dict[int, int] = {}
 _handles: dict[int, int] = {}
 """The driver's handle of a GPU, by ordinal."""
-lost = False
+unusable_after_fork = False
 """True in a child forked after its parent initialised CUDA: the child can never use CUDA."""
 
 
@@ -47,7 +47,7 @@ class VisibleDevice(NamedTuple):
 def loaded() -> libcuda.DriverAPI | None:
     """libcuda if this process has loaded and initialised it, else None."""
     global _initialised
-    if _initialised is not None or lost:
+    if _initialised is not None or unusable_after_fork:
         return _initialised
     cuda = libcuda.already_loaded()
     if cuda is not None and cuda.cuDeviceGetCount(c_int()) == 0:
@@ -73,12 +73,12 @@ def driver() -> libcuda.DriverAPI:
 @functools.cache
 def _watch_forks() -> None:
     """Register the fork hook once per process: a forked child drops its parent's CUDA state."""
-    life.at_fork(life.Rank.CUDA, child=_forked)
+    life.at_fork(life.HookOrder.CUDA, child=_forked)
 
 
 def _forked() -> None:
-    global _initialised, lost
-    _initialised, lost = None, lost or _initialised is not None
+    global _initialised, unusable_after_fork
+    _initialised, unusable_after_fork = None, unusable_after_fork or _initialised is not None
     _primaries.clear()
     _handles.clear()
 
@@ -178,7 +178,7 @@ def primary(ordinal: int) -> int | None:
     Cached: the context lives as long as the framework that uses it, and reading the handle takes four calls.
     """
     known = _primaries.get(ordinal)
-    if known is not None:  # hence libcuda is loaded
+    if known is not None:  # so libcuda is loaded
         return known
     cuda = loaded()
     if cuda is None:
@@ -206,7 +206,7 @@ def ordinal_of(context: int | None) -> int | None:
 
 
 def primary_now(ordinal: int) -> int | None:
-    """`primary`, read anew: once every user has released a primary context, the next one has another handle."""
+    """`primary` without its cache: after every user has released a primary context, the next one has another handle."""
     _primaries.pop(ordinal, None)
     return primary(ordinal)
 
@@ -336,7 +336,7 @@ def relax() -> bool:
     return cuda is not None and cuda.cuThreadExchangeStreamCaptureMode(c_int(_RELAXED)) == 0
 
 
-class beside_captures:  # noqa: N801 (a context manager)
+class capture_safe:  # noqa: N801 (a context manager)
     """In this block, this thread's calls that free memory do not break another thread's CUDA graph capture.
 
     `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a torch capture

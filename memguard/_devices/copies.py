@@ -30,7 +30,7 @@ def device(to: int, source: int, nbytes: int, ordinal: int) -> None:
     Measured: a copy between two GPUs creates a context of this process on the other GPU, 518 MiB on an H200.
     """
     cuda = contexts.driver()
-    with contexts.entered(_context(ordinal)), contexts.beside_captures():
+    with contexts.entered(_context(ordinal)), contexts.capture_safe():
         check("cuMemcpy", cuda.cuMemcpy(to, source, nbytes))
         check("cuStreamSynchronize", cuda.cuStreamSynchronize(None))  # cuMemcpy returns before a GPU-to-GPU copy ends
 
@@ -59,7 +59,7 @@ def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
     cuda = contexts.driver()
     with (
         contexts.entered(_context(ordinal)),
-        contexts.beside_captures(),
+        contexts.capture_safe(),
         _pinned(cuda, min(nbytes, STAGE)) as first,
         _pinned(cuda, min(max(nbytes - STAGE, 1), STAGE)) as second,
     ):

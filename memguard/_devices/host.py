@@ -50,7 +50,7 @@ class Host(Protocol):
         ...
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
-        """Each observable library of `DOORS` with the number of polls that found it entered.
+        """Each observable library of `ENTRY_POINTS` with the number of polls that found it entered.
 
         Knows only libraries that `libraries` has found. Without `mark`, the next poll finds the same entries again.
         """

@@ -69,7 +69,7 @@ class CUcheckpointCheckpointArgs(Structure):
 
 
 class CUcheckpointRestoreArgs(Structure):
-    """`gpuPairs`: restore to other GPUs. Always none here."""
+    """`gpuPairs` would restore to other GPUs; memguard passes none."""
 
     _fields_ = (
         ("gpuPairs", c_void_p),
@@ -236,7 +236,7 @@ def quick(name: str) -> Callable[..., int] | None:
 
 
 def opened(path: str) -> ctypes.CDLL | None:
-    """The library of this file, if this process has loaded it, and from then on kept loaded. Loads nothing."""
+    """The library of this file, None unless this process has loaded it. Loads nothing; keeps the library loaded."""
     try:
         return ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 4) | os.RTLD_LAZY)
     except OSError:

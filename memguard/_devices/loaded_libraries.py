@@ -11,11 +11,11 @@ import re
 import threading
 from collections import Counter
 
-from memguard._base.framework_spec import DOORS, KERNELS, LIBRARIES
+from memguard._base.framework_spec import ENTRY_POINTS, KERNELS, LIBRARIES
 from memguard._devices import libcuda
 
 _MAPS, _PAGEMAP, _PAGE = "/proc/self/maps", "/proc/self/pagemap", mmap.PAGESIZE
-_BEGINS = {**LIBRARIES, KERNELS: DOORS[KERNELS][0]}
+_BEGINS = {**LIBRARIES, KERNELS: ENTRY_POINTS[KERNELS][0]}
 _FILES = re.compile(
     "|".join(rf"/(?P<{name}>{re.escape(begin)})[^/\n]*$" for name, begin in _BEGINS.items()).encode(), re.MULTILINE
 )
@@ -51,10 +51,10 @@ def _names(found: frozenset[tuple[str, str]] | None) -> frozenset[str]:
     return frozenset(LIBRARIES if found is None else (name for name, _ in found if name in LIBRARIES))
 
 
-class Doors:
+class EntryDetector:
     """Detects whether a thread entered a library since the last poll, by running one of its entry functions.
 
-    memguard unmaps the page of each entry function (`DOORS`) with `madvise`. When a thread runs that page, or an
+    memguard unmaps the page of each entry function (`ENTRY_POINTS`) with `madvise`. When a thread runs that page, or an
     adjacent page for the first time, the kernel maps the page again from its file, and `/proc/self/pagemap` shows it.
     memguard unmaps only a code page that is unchanged from its file, never a page that a debugger has written to or
     that is locked in memory.
@@ -74,7 +74,7 @@ class Doors:
         with self._lock:
             for name, path in sorted((found or frozenset()) - self._files):
                 self._files.add((name, path))
-                begin, functions = DOORS[name]
+                begin, functions = ENTRY_POINTS[name]
                 if path.rpartition("/")[2].startswith(begin):
                     self.add(name, path, functions)
         return _names(found)
@@ -154,4 +154,4 @@ def _unmap(pagemap: int, page: int) -> bool:
     return True
 
 
-doors = Doors()
+entry_detector = EntryDetector()

@@ -192,25 +192,25 @@ _all: weakref.WeakSet[Nvml] = weakref.WeakSet()
 
 
 def forget_prepared() -> None:
-    """This process leaves its GPUs: make the next readings go through `Nvml._call`, which then refuses them.
+    """Called when this process leaves its GPUs: the next readings go through `Nvml._call`, which then refuses them.
 
-    While the process is on its GPUs, a reading needs no check.
+    A prepared reading does not check whether the process is suspended.
     """
     for one in list(_all):
         one.forget_prepared()
 
 
-class _Here(threading.local):
+class _PerThread(threading.local):
     """Per-thread state."""
 
     calls = 0
     """pynvml calls in progress on this thread, over all instances."""
 
 
-_here = _Here()
+_here = _PerThread()
 
 
-def _possible(n: Any) -> bool:
+def _may_call(n: Any) -> bool:
     """Whether this thread may call pynvml: not if it interrupted a call that holds pynvml's process-wide lock."""
     lock = getattr(n, "libLoadLock", None)
     if not _here.calls or lock is None:
@@ -230,7 +230,7 @@ class Nvml:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may interrupt a call
-        self._turning = False
+        self._restarting = False
         """Whether an nvmlInit or nvmlShutdown call is in progress."""
         self._pid: int | None = None
         self._handles: dict[str, Any] = {}
@@ -245,7 +245,7 @@ class Nvml:
         _all.add(self)
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs of the machine in NVML's order, whatever CUDA_VISIBLE_DEVICES is, without those in `refused`.
+        """The GPUs of the machine in NVML's order, regardless of CUDA_VISIBLE_DEVICES, without those in `refused`.
 
         A GPU whose memory NVML does not report, as with unified memory, is `unified` and has a total of 0 here.
         """
@@ -259,7 +259,7 @@ class Nvml:
     def memory(self, uuid: str) -> MemoryInfo:
         """nvmlDeviceGetMemoryInfo_v2; v1 (no `reserved`) on drivers that lack it. 8 µs on an H200."""
         ready = self._ready.get(uuid)
-        # NVML must still be the prepared one. The call skips pynvml's lock.
+        # Only while pynvml is unchanged since `_prepare`. The call skips pynvml's lock.
         if ready is not None and self._pid == os.getpid() and getattr(ready.n, _FIND, None) is ready.find:
             try:
                 found, out = ready.figures.pop()
@@ -285,9 +285,9 @@ class Nvml:
                 return self._checked(n, uuid, found.total, found.reserved, found.used, found.free)
 
             return self._call("memory of", work, uuid)
-        asked = self._call("memory of", self._memory, uuid)
+        reading = self._call("memory of", self._memory, uuid)
         self._prepare(uuid)
-        return asked
+        return reading
 
     def processes(self, uuid: str) -> Mapping[int, int | None]:
         """Bytes of every compute process by PID; None if NVML reports no bytes, empty if it has no list (Jetson).
@@ -385,42 +385,43 @@ class Nvml:
         """Shut NVML down (nvmlShutdown). The next call initialises it again."""
         with self._lock:
             pid, self._pid = self._pid, None  # before the shutdown: NVML counts initialisations
-            if pid == os.getpid() and not self._turning and suspension.now is None:  # NVML would block until the resume
+            # While the process is suspended, NVML would block until the resume.
+            if pid == os.getpid() and not self._restarting and suspension.now is None:
                 import pynvml
 
-                if _possible(pynvml):
+                if _may_call(pynvml):
                     self._shut_down(pynvml)
             self._handles, self._ready = {}, {}
 
     def _shut_down(self, n: Any) -> None:
-        self._turning = True
+        self._restarting = True
         _here.calls += 1
         try:
             with contextlib.suppress(n.NVMLError):  # the driver is gone: nothing remains to shut down
                 n.nvmlShutdown()
         finally:
             _here.calls -= 1
-            self._turning = False
+            self._restarting = False
 
     def _call(self, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
-        """The result of `work` on the GPU. `what` names the reading in an error's text."""
+        """Run `work` on the GPU. `what` names the reading in an error's text."""
         if suspension.now is not None:  # NVML would block until the process is resumed
             raise suspension.refused("NVML")
         n = self._pynvml()  # outside the timing: the import may read a slow disk
         here = _here
-        if here.calls and not _possible(n):
+        if here.calls and not _may_call(n):
             raise DeviceError(_WITHIN)
         started = time.monotonic()
         here.calls += 1
         try:
             if self._pid == os.getpid():  # without memguard's lock: NVML itself is thread-safe
                 try:
-                    return self._asked(n, what, work, uuid)
+                    return self._read(n, what, work, uuid)
                 except n.NVMLError_Uninitialized:  # other code in this process shut it down
                     pass
             with self._lock:
                 started = time.monotonic()  # after waiting for the lock
-                return self._ask(n, what, work, uuid)
+                return self._initialise_and_read(n, what, work, uuid)
         finally:
             here.calls -= 1
             spent = time.monotonic() - started
@@ -437,23 +438,23 @@ class Nvml:
             raise DeviceError(f"NVML: {error}", fix="pip install nvidia-ml-py") from None
         return pynvml
 
-    def _ask(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
-        """As `_asked`, after initialising NVML if needed. Callers hold the lock."""
-        if self._turning:
+    def _initialise_and_read(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
+        """Initialise NVML if needed, then run `_read`. Callers hold the lock."""
+        if self._restarting:
             raise DeviceError(_WITHIN)
         try:
             if self._pid != os.getpid():  # first use, or after a fork: the parent's handles are invalid here
                 self._start(n)
             try:
-                return self._asked(n, what, work, uuid)
+                return self._read(n, what, work, uuid)
             except n.NVMLError_Uninitialized:  # other code in this process shut it down
                 self._start(n)
-            return self._asked(n, what, work, uuid)
+            return self._read(n, what, work, uuid)
         except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
             raise DeviceError(self._text(error), missing=_missing(type(error).__name__)) from None
 
-    def _asked(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
-        """The result of `work`. Passes NVMLError_Uninitialized on, raises every other error as a DeviceError."""
+    def _read(self, n: Any, what: str, work: Callable[[Any, str], T], uuid: str) -> T:
+        """Run `work`. Re-raises NVMLError_Uninitialized; raises every other error as a DeviceError."""
         self._here.doing = what, uuid
         try:
             return work(n, uuid)
@@ -490,7 +491,7 @@ class Nvml:
         )
 
     def _start(self, n: Any) -> None:
-        self._pid, self._doing, self._turning = None, "", True
+        self._pid, self._doing, self._restarting = None, "", True
         try:
             n.nvmlInit()
             try:
@@ -500,7 +501,7 @@ class Nvml:
                 raise
             self._pid = os.getpid()  # last, so that after a failure the next call starts from the beginning
         finally:
-            self._turning = False
+            self._restarting = False
 
     def _probe(self, n: Any) -> None:
         handles: dict[str, Any] = {}  # assigned only when complete, as other threads read it
@@ -542,7 +543,7 @@ class Nvml:
             except n.NVMLError_NoPermission:
                 if not self._mig(n, handle):
                     raise
-                self._refused[self._indices[uuid]] = divided(name, uuid)  # only root may read the whole GPU's memory
+                self._refused[self._indices[uuid]] = mig_advice(name, uuid)  # only root may read the whole GPU's memory
                 continue
             except n.NVMLError_NotSupported:
                 info = MemoryInfo(0, None, None, 0)
@@ -708,7 +709,7 @@ def _listed(n: Any, handle: Any, room: int = _ROOM) -> Sequence[Any]:
     return listed
 
 
-def divided(name: str, uuid: str) -> Advice:
+def mig_advice(name: str, uuid: str) -> Advice:
     """Why memguard cannot budget a GPU that MIG has divided."""
     return Advice(
         f"{name} ({uuid}) has MIG enabled, which this version does not support",

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from ctypes import c_uint64, c_void_p
 
-from memguard._base.locks import Turn
+from memguard._base.locks import LockedRunner
 from memguard._base.logs import log as _log
 from memguard._devices import contexts, streams, suspension
 from memguard._devices.libcuda import DriverAPI, check
@@ -37,7 +37,7 @@ _PATIENCE = 2.0
 _PAUSE = 0.0005
 
 
-class Held:
+class PoolBlock:
     """Owns a block of a pool: frees it once, by `give` or when this object dies.
 
     So an interruption at any point leaks no block. `address` is 0 before the allocation. `answers` contains the
@@ -72,22 +72,22 @@ class PoolBlocks:
         """`context` is the handle of the GPU's primary context, `cap` the cap of a pool that the driver cannot cap."""
         self._pool, self._ordinal, self.context, self._cap = pool, ordinal, context, cap
         self._live: dict[int, int] = {}
-        self._waiting: deque[Held] = deque()
+        self._waiting: deque[PoolBlock] = deque()
 
     def in_use(self) -> int:
-        """Bytes of the blocks not given back. One C call, hence atomic."""
+        """Bytes of the blocks that are not freed. One C call, so it is atomic."""
         return sum(self._live.values())
 
-    def take(self, size: int) -> Held | None:
+    def take(self, size: int) -> PoolBlock | None:
         """A block of `size` bytes; None if neither the pool nor the GPU has it. DeviceError if CUDA fails."""
-        cuda, found, held = contexts.driver(), c_uint64(), Held(self)
+        cuda, found, held = contexts.driver(), c_uint64(), PoolBlock(self)
         if self._waiting:
             self._settle()
         claim = None
         if self._cap is not None and (claim := self._cap.take(size)) is None:
             return None
         try:
-            with contexts.entered(self.context), contexts.beside_captures():
+            with contexts.entered(self.context), contexts.capture_safe():
                 stream = self._stream()
                 code = cuda.cuMemAllocFromPoolAsync(found, size, self._pool.handle, stream)
                 if code == _OUT_OF_MEMORY:
@@ -108,7 +108,7 @@ class PoolBlocks:
                 claim.end()
         return held
 
-    def give(self, held: Held) -> None:
+    def give(self, held: PoolBlock) -> None:
         """Free a block. A block that cannot be freed during a CUDA graph capture is freed with the next one."""
         self._waiting.append(held)
         self._settle()
@@ -117,7 +117,7 @@ class PoolBlocks:
         """Wait until the freed blocks are idle in the pool, so that a trim can release them."""
         self._settle()
         if self.context in _streams:
-            with contexts.entered(self.context), contexts.beside_captures():
+            with contexts.entered(self.context), contexts.capture_safe():
                 contexts.driver().cuStreamSynchronize(_streams[self.context])
 
     def _settle(self) -> None:
@@ -139,8 +139,8 @@ class PoolBlocks:
                 self._waiting.appendleft(held)  # freed with the next block, unless it is freed already
                 raise
 
-    def _free(self, cuda: DriverAPI, held: Held) -> None:
-        with contexts.entered(self.context), contexts.beside_captures():
+    def _free(self, cuda: DriverAPI, held: PoolBlock) -> None:
+        with contexts.entered(self.context), contexts.capture_safe():
             stream = self._stream()
             with streams.Mark(self._ordinal, None) as mark:
                 mark.before(stream)
@@ -194,20 +194,20 @@ class PoolCap:
     def __init__(self, used: Callable[[], int], most: int) -> None:
         self._used, self._most = used, most
         self._claims: dict[tuple[int, int], int] = {}
-        self._turn = Turn()
+        self._locked = LockedRunner()
 
     def take(self, size: int) -> Claim | None:
         """The right to allocate `size` bytes now; None if they exceed the cap. End the claim after the allocation."""
         claim = Claim(self._claims, size)
-        # The order matters: another thread's allocation meanwhile is in one of the two figures, or in both.
+        # The order matters: an allocation that another thread makes now is in one of the two figures, or in both.
         claimed = sum(self._claims.values())
         used = self._used()
         if used + claimed <= self._most:
             return claim
         claim.end()
-        if used + size > self._most or self._turn.mine:
+        if used + size > self._most or self._locked.held_here:
             return None
-        found = self._turn.take(self._after_others, _PATIENCE, size)
+        found = self._locked.run(self._after_others, _PATIENCE, size)
         return None if found is None else found[0]
 
     def _after_others(self, size: int) -> Claim | None:
@@ -228,4 +228,4 @@ class PoolCap:
     def forked(self) -> None:
         """In a forked child, drop the claims: the parent's threads do not exist there."""
         self._claims.clear()
-        self._turn = Turn()
+        self._locked = LockedRunner()

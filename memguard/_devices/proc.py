@@ -87,18 +87,18 @@ def text(path: str) -> str | None:
         return None
 
 
-def of(root: str, pid: int, name: str) -> str:
+def path_of(root: str, pid: int, name: str) -> str:
     """The path of one of a process's files in /proc."""
     return os.path.join(root, "proc", str(pid), name)
 
 
 def stat(root: str, pid: int) -> Stat | None:
-    return parse_stat(text(of(root, pid, "stat")) or "")
+    return parse_stat(text(path_of(root, pid, "stat")) or "")
 
 
-def parse_stat(said: str) -> Stat | None:
+def parse_stat(content: str) -> Stat | None:
     """`/proc/PID/stat`. The process's name is in parentheses and may itself contain parentheses."""
-    head, _, tail = said.rpartition(")")
+    head, _, tail = content.rpartition(")")
     fields = tail.split()
     parent, user, system, start = (_number(fields[place]) if len(fields) > place else None for place in (1, 11, 12, 19))
     if not fields or len(fields[0]) != 1 or parent is None or start is None:
@@ -107,13 +107,13 @@ def parse_stat(said: str) -> Stat | None:
 
 
 def status(root: str, pid: int) -> Status | None:
-    said = text(of(root, pid, "status"))
-    return None if said is None else parse_status(said)
+    content = text(path_of(root, pid, "status"))
+    return None if content is None else parse_status(content)
 
 
-def parse_status(said: str) -> Status:
+def parse_status(content: str) -> Status:
     """`/proc/PID/status`."""
-    fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in said.splitlines())}
+    fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in content.splitlines())}
     users = tuple(number for field in fields.get("Uid", ()) if (number := _number(field)) is not None)
     tracer = next((_number(field) for field in fields.get("TracerPid", ())), None)
     capabilities = "".join(fields.get("CapEff", ()))
@@ -122,14 +122,14 @@ def parse_status(said: str) -> Status:
 
 
 def maps(root: str, pid: int) -> Maps | None:
-    said = text(of(root, pid, "maps"))
-    return None if said is None else parse_maps(said)
+    content = text(path_of(root, pid, "maps"))
+    return None if content is None else parse_maps(content)
 
 
-def parse_maps(said: str) -> Maps:
+def parse_maps(content: str) -> Maps:
     """`/proc/PID/maps`. The name of a file removed since ends in ` (deleted)`."""
     uvm, gpu, driver, tools, nccl = 0, set[str](), None, dict[str, None](), False
-    for line in said.splitlines():
+    for line in content.splitlines():
         parts = line.split(None, 5)
         if len(parts) < 6 or not parts[5].startswith("/"):
             continue
@@ -149,7 +149,7 @@ def parse_maps(said: str) -> Maps:
 
 def threads(root: str, pid: int) -> tuple[str, ...] | None:
     """The names of a process's threads."""
-    folder = of(root, pid, "task")
+    folder = path_of(root, pid, "task")
     try:
         ids = os.listdir(folder)
     except OSError:
@@ -157,7 +157,7 @@ def threads(root: str, pid: int) -> tuple[str, ...] | None:
     return tuple(name.strip() for one in ids if (name := text(os.path.join(folder, one, "comm"))) is not None)
 
 
-def family(root: str, pid: int) -> dict[int, Stat] | None:
+def descendants(root: str, pid: int) -> dict[int, Stat] | None:
     """The descendants of a process that are still running, by PID."""
     try:
         pids = [int(name) for name in os.listdir(os.path.join(root, "proc")) if name.isascii() and name.isdecimal()]
@@ -183,7 +183,7 @@ def _below(pid: int, children: dict[int, list[int]], known: dict[int, Stat]) -> 
 def same_namespace(root: str, pid: int) -> bool | None:
     """Whether both processes share a PID namespace: a container's PIDs differ from the host's."""
     try:
-        return os.readlink(of(root, pid, "ns/pid")) == os.readlink(os.path.join(root, "proc", "self", "ns", "pid"))
+        return os.readlink(path_of(root, pid, "ns/pid")) == os.readlink(os.path.join(root, "proc", "self", "ns", "pid"))
     except OSError:
         return None
 
@@ -191,7 +191,7 @@ def same_namespace(root: str, pid: int) -> bool | None:
 def dumpable(root: str, pid: int, user: int | None) -> bool | None:
     """Whether other processes of the user may inspect it: if not, root owns its /proc files (proc(5))."""
     try:
-        owner = os.stat(of(root, pid, "stat")).st_uid
+        owner = os.stat(path_of(root, pid, "stat")).st_uid
     except OSError:
         return None
     return True if user == 0 or user is None else owner != 0
@@ -199,8 +199,8 @@ def dumpable(root: str, pid: int, user: int | None) -> bool | None:
 
 def injected(root: str, pid: int) -> bool | None:
     """Whether the process was started with a library that CUDA loads into itself (`INJECTION`)."""
-    said = text(of(root, pid, "environ"))
-    return None if said is None else any(re.match(f"{INJECTION}=.", one) for one in said.split("\0"))
+    content = text(path_of(root, pid, "environ"))
+    return None if content is None else any(re.match(f"{INJECTION}=.", one) for one in content.split("\0"))
 
 
 def _number(field: str) -> int | None:
@@ -287,9 +287,9 @@ def grantable_memory(root: str = "/") -> int | None:
     return None if limit is None or granted is None else max(limit - granted, 0)
 
 
-def parse_meminfo(said: str, field: str = "MemAvailable:") -> int | None:
+def parse_meminfo(content: str, field: str = "MemAvailable:") -> int | None:
     """A field in bytes from the text of /proc/meminfo; None if it is missing or no number."""
-    for line in said.splitlines():
+    for line in content.splitlines():
         name, *rest = line.split()[:3] or [""]
         if name == field and len(rest) == 2 and rest[0].isascii() and rest[0].isdecimal() and rest[1] == "kB":
             return int(rest[0]) << 10

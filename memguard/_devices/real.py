@@ -12,7 +12,7 @@ from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
 from memguard._base.types import Device, MemoryInfo
 from memguard._devices import contexts, cuda_order, proc
-from memguard._devices.nvml import Nvml, divided
+from memguard._devices.nvml import Nvml, mig_advice
 from memguard.errors import DeviceError
 
 _ELSEWHERE = {
@@ -59,7 +59,7 @@ class RealHost:
         found = self._visible(all_of_them, ordinals)
         for device in found:
             if self._nvml.mig(device.uuid):
-                raise DeviceError(divided(device.name, device.uuid))
+                raise DeviceError(mig_advice(device.name, device.uuid))
         return found
 
     def _visible(self, all_of_them: tuple[Device, ...], ordinals: bool) -> tuple[Device, ...]:
@@ -68,13 +68,13 @@ class RealHost:
             raise DeviceError(_shows_none(hidden, len(all_of_them)), missing=True)
         alone = len(all_of_them) == 1 and not refused
         silent = next((device for device in all_of_them if device.unified), None)
-        asked = self._ask(child=hidden is not None or silent is not None or (ordinals and not alone))
-        if asked is None and silent is not None:
+        visible = self._ask(child=hidden is not None or silent is not None or (ordinals and not alone))
+        if visible is None and silent is not None:
             raise DeviceError(
                 f"NVML does not report the memory of {silent.name} ({silent.uuid}), and CUDA could not be asked",
                 fix="run `memguard doctor` to see why CUDA does not start",
             )
-        if asked is None:
+        if visible is None:
             if hidden is not None:
                 _log.warning(
                     "CUDA_VISIBLE_DEVICES=%s, but CUDA could not be asked which GPUs that means: budgeting all %d. "
@@ -83,16 +83,16 @@ class RealHost:
                     len(all_of_them),
                 )
             return (replace(all_of_them[0], ordinal=0),) if alone else all_of_them
-        if not asked:
+        if not visible:
             # With the variable unset, something else prevents CUDA from using an existing GPU.
             raise DeviceError(_shows_none(hidden, len(all_of_them)), missing=hidden is not None)
         by_uuid = {device.uuid: device for device in all_of_them}
-        for gpu in asked:
+        for gpu in visible:
             if gpu.uuid not in by_uuid:  # a MIG instance, or a GPU missing from NVML's list: it would have no cap
-                parted = (divided(device.name, device.uuid) for device in all_of_them if self._nvml.mig(device.uuid))
+                parted = (mig_advice(device.name, device.uuid) for device in all_of_them if self._nvml.mig(device.uuid))
                 unlisted = Advice(f"CUDA shows {gpu.uuid}, and NVML does not", "compare with `nvidia-smi -L`")
                 raise DeviceError(next(parted, refused[0] if refused else unlisted))
-        return tuple(_joined(by_uuid[gpu.uuid], gpu) for gpu in asked)
+        return tuple(_joined(by_uuid[gpu.uuid], gpu) for gpu in visible)
 
     def memory(self, device: Device) -> MemoryInfo:
         if not device.unified:
@@ -110,10 +110,10 @@ class RealHost:
         return self._nvml.processes(device.uuid)
 
     def context_active(self, device: Device) -> bool | None:
-        asked = self._cuda or self._ask(child=False)  # constant once known, so read without the lock
-        if asked is None:  # nothing has initialised CUDA
+        visible = self._cuda or self._ask(child=False)  # constant once known, so read without the lock
+        if visible is None:  # nothing has initialised CUDA
             return False
-        for gpu in asked:
+        for gpu in visible:
             if gpu.uuid == device.uuid:
                 return contexts.active(gpu.ordinal)
         return None
@@ -121,12 +121,12 @@ class RealHost:
     def libraries(self) -> frozenset[str]:
         from memguard._devices import loaded_libraries  # imported by the first reading, so that init stays fast
 
-        return loaded_libraries.doors.libraries()
+        return loaded_libraries.entry_detector.libraries()
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
         from memguard._devices import loaded_libraries
 
-        return loaded_libraries.doors.entries(mark)
+        return loaded_libraries.entry_detector.entries(mark)
 
     def multiprocessors(self, uuid: str) -> int | None:
         """The driver's count of multiprocessors, to check a framework's count; None if CUDA cannot be read."""

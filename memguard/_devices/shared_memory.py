@@ -34,7 +34,7 @@ HANDLE_BYTES = sizeof(CUipcMemHandle)
 PAGE = 2 * MIB
 """Bytes. The driver's blocks of more than 1 MiB begin and end at a multiple of it; smaller blocks share one."""
 _retained: dict[int, int] = {}
-"""The primary contexts retained here for mapped memory. They stay, like a framework's."""
+"""The primary contexts retained here for mapped memory. They are never released, like a framework's."""
 
 
 class NoRoom(DeviceError):
@@ -72,7 +72,7 @@ class Mapping:
 
     def close(self) -> None:
         """Unmap the memory, from any thread. All work on it must be done."""
-        with contexts.beside_captures(), contexts.entered(self._context):
+        with contexts.capture_safe(), contexts.entered(self._context):
             self._undo.close()
 
 
@@ -93,7 +93,7 @@ def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = Non
     `context` is a context that can read the memory; None for the GPU's primary one. Raises NoRoom, DeviceError.
     """
     cuda, here = _driver(), contexts.entered(context or contexts.primary(ordinal) or 0)
-    with contexts.beside_captures(), here, contextlib.ExitStack() as undo:
+    with contexts.capture_safe(), here, contextlib.ExitStack() as undo:
         size, handle = _create(cuda, ordinal, nbytes)
         undo.callback(_undone, "cuMemRelease", cuda.cuMemRelease, handle)
         with contextlib.ExitStack() as unmap:
@@ -191,7 +191,7 @@ def _present(ordinal: int) -> Iterator[DriverAPI]:
         check("cuDevicePrimaryCtxRetain", cuda.cuDevicePrimaryCtxRetain(context, device.value))
         _retained[ordinal] = context.value or 0
     try:
-        with contexts.beside_captures(), contexts.entered(_retained[ordinal]):
+        with contexts.capture_safe(), contexts.entered(_retained[ordinal]):
             yield cuda
     except BaseException:
         if new:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memguard._base.framework_spec import DOORS
-from memguard._base.locks import Rank, ranked
+from memguard._base.framework_spec import ENTRY_POINTS
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.types import Device, MemoryInfo
 from memguard._base.units import MIB, format_size
 from memguard._devices import catalog
@@ -52,8 +51,12 @@ class _State:
             self.peak = process
 
     @property
+    def used(self) -> int:
+        return self.process + sum(self.others.values())
+
+    @property
     def free(self) -> int:
-        return self.device.usable - self.process - sum(self.others.values())
+        return self.device.usable - self.used
 
 
 class SimulatedHost:
@@ -74,7 +77,7 @@ class SimulatedHost:
         self.names = tuple(catalog.canonical(name) if isinstance(name, str) else name.name for name in names)
         kinds = [kind for name in names for kind in (catalog.models(name) if isinstance(name, str) else (name,))]
         # Re-entrant: a signal handler or a finalizer may interrupt a call.
-        self.lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
+        self.lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
         """One lock for the machine and its simulated frameworks: signal handlers would take two locks in any order."""
         self._states: dict[str, _State] = {}
         for index, kind in enumerate(kinds):
@@ -84,6 +87,7 @@ class SimulatedHost:
                 uuid, kind.name, index, kind.total, reserved, kind.architecture, index, True, unified=kind.unified
             )
             self._states[uuid] = _State(device, kind)
+        self._devices = tuple(state.device for state in self._states.values())
         self._loaded: frozenset[str] = frozenset()
         self._entries: dict[str, int] = {}
         self.spills = any(state.model.spills for state in self._states.values())
@@ -93,18 +97,21 @@ class SimulatedHost:
         return PID
 
     def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
-        return tuple(state.device for state in self._states.values())
+        return self._devices
 
     def memory(self, device: Device) -> MemoryInfo:
         """As NVML v2 reports it: total = reserved + used + free, to the byte. NVML reports no unified memory."""
-        with self._state(device) as state:
-            free, true = state.free, state.device
+        with self.lock:
+            state = self._state(device)
+            used, true = state.used, state.device
+            free = true.usable - used
             if true.unified:
                 return MemoryInfo(true.total, None, None, free, None if state.context is None else free)
-            return MemoryInfo(true.total, true.reserved, true.usable - free, free)
+            return MemoryInfo(true.total, true.reserved, used, free)
 
     def processes(self, device: Device) -> Mapping[int, int | None]:
-        with self._state(device) as state:
+        with self.lock:
+            state = self._state(device)
             own = {PID: state.process} if state.context is not None or state.taken else {}
             found = {**own, **state.others}
             if state.model.processes == "nothing":
@@ -112,7 +119,8 @@ class SimulatedHost:
             return found if state.model.processes == "bytes" else dict.fromkeys(found)
 
     def context_active(self, device: Device) -> bool:
-        with self._state(device) as state:
+        with self.lock:
+            state = self._state(device)
             return state.context is not None
 
     def libraries(self) -> frozenset[str]:
@@ -128,10 +136,10 @@ class SimulatedHost:
         """Empty until the first `enter`, as on a machine where no library is observable."""
         return frozenset(self._entries.items())
 
-    def enter(self, *doors: str) -> None:
-        """Run the entry functions of these `DOORS` on a thread of this process."""
+    def enter(self, *libraries: str) -> None:
+        """Run the entry functions of these `ENTRY_POINTS` on a thread of this process."""
         with self.lock:
-            self._entries = {name: self._entries.get(name, 0) + (name in doors) for name in DOORS}
+            self._entries = {name: self._entries.get(name, 0) + (name in libraries) for name in ENTRY_POINTS}
 
     def multiprocessors(self, uuid: str) -> int | None:
         return self._states[uuid].model.multiprocessors if uuid in self._states else None
@@ -141,21 +149,24 @@ class SimulatedHost:
 
     def take(self, device: Device, nbytes: int) -> None:
         """Allocate driver memory for this process. SimulatedOutOfMemory if too few bytes are free."""
-        with self._state(device) as state:
+        with self.lock:
+            state = self._state(device)
             self._check(state, nbytes)
             state.taken += nbytes
             state.note_peak()
 
     def give(self, device: Device, nbytes: int) -> None:
         """Free driver memory of this process. ValueError for more than it holds."""
-        with self._state(device) as state:
+        with self.lock:
+            state = self._state(device)
             if not 0 <= nbytes <= state.taken:
                 raise ValueError(f"giving back {nbytes} bytes of {state.taken} taken")
             state.taken -= nbytes
 
     def open_context(self, device: Device, nbytes: int = CONTEXT) -> bool:
         """Open this process's primary context; False if it is open already, as frameworks share it."""
-        with self._state(device) as state:
+        with self.lock:
+            state = self._state(device)
             if state.context is not None:
                 return False
             self._check(state, nbytes)
@@ -167,7 +178,8 @@ class SimulatedHost:
         """Set the bytes of another process to `nbytes` in all; 0 if it has ended."""
         if pid == PID:
             raise ValueError("occupy is for other processes; this one uses take and give")
-        with self._state(device) as state:
+        with self.lock:
+            state = self._state(device)
             before = state.others.pop(pid, 0)
             try:
                 self._check(state, nbytes)
@@ -180,7 +192,8 @@ class SimulatedHost:
 
     def peak(self, device: Device) -> int:
         """The peak of this process's bytes on the device, its context included."""
-        with self._state(device) as state:
+        with self.lock:
+            state = self._state(device)
             return state.peak
 
     @staticmethod
@@ -195,9 +208,8 @@ class SimulatedHost:
                 state.free,
             )
 
-    @contextmanager
-    def _state(self, device: Device) -> Iterator[_State]:
-        with self.lock:
-            if device.uuid not in self._states:
-                raise DeviceError(f"no simulated GPU {device.uuid} here", fix="use the devices of this host")
-            yield self._states[device.uuid]
+    def _state(self, device: Device) -> _State:
+        """The state of one GPU. Callers hold the lock."""
+        if device.uuid not in self._states:
+            raise DeviceError(f"no simulated GPU {device.uuid} here", fix="use the devices of this host")
+        return self._states[device.uuid]

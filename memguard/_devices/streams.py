@@ -58,7 +58,7 @@ class Mark:
         self._event, self._primary = 0, contexts.primary(ordinal) or 0
         self._of = self._primary if context is None else context
         if not self._of:
-            return  # no context, hence no work on the GPU
+            return  # no context, so no work on the GPU
         with contexts.entered(self._of):
             if stream is None and not hasattr(cuda, "cuCtxRecordEvent"):  # a driver before 12.5
                 _check("cuCtxSynchronize", cuda.cuCtxSynchronize())
@@ -71,7 +71,7 @@ class Mark:
         """Whether all of the work is done. Never waits, and breaks no CUDA graph capture."""
         if not self._event:
             return True
-        with contexts.beside_captures():
+        with contexts.capture_safe():
             return self._over()
 
     def before(self, stream: int) -> None:
@@ -84,14 +84,14 @@ class Mark:
     def wait(self) -> None:
         """Make the host wait for the work, without the GIL. Breaks no CUDA graph capture."""
         if self._event:
-            with contexts.beside_captures():
+            with contexts.capture_safe():
                 event = self._event
                 if not self._over() and event:
                     self._succeeded("cuEventSynchronize", self._cuda.cuEventSynchronize(event))
 
     def _over(self) -> bool:
         event = self._event
-        if not event:  # closed by a signal handler meanwhile
+        if not event:  # a signal handler closed it during the wait
             return True
         code = self._cuda.cuEventQuery(event)
         if code != _NOT_READY:
@@ -130,7 +130,7 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
     """
     if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # 0 and 1 are the same stream
         return
-    found = quiet(ordinal, first, then) if context is None else None
+    found = quick_idle(ordinal, first, then) if context is None else None
     if found:
         return
     captured = found is None and first is not None and capturing(ordinal, first)
@@ -148,8 +148,8 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
 def follow_default(ordinal: int, then: int, context: int | None = None) -> None:
     """Make later work of stream `then` run after the work of the legacy default stream and of all blocking streams.
 
-    It records an event, for which the default stream waits for the blocking streams (documented). CUDA does not
-    document that `cuStreamQuery` of the default stream includes them. Raises as `follow` does.
+    Records an event on the default stream, which waits for all blocking streams (documented). CUDA does not document
+    that `cuStreamQuery` of the default stream includes them. Raises as `follow` does.
     """
     if (then or LEGACY) == LEGACY:
         return
@@ -162,7 +162,7 @@ def follow_default(ordinal: int, then: int, context: int | None = None) -> None:
             mark.before(then)
 
 
-def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = False) -> bool | None:
+def quick_idle(ordinal: int, stream: int | None, other: int | None, inside: bool = False) -> bool | None:
     """Whether a stream of the GPU's primary context has all work done; without a stream, the whole context.
 
     None if callers must use the slower calls below: the stream or `other` may be capturing a CUDA graph, or there is no
@@ -176,13 +176,13 @@ def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = Fa
         here = c_void_p()
         if cuda.cuCtxGetCurrent(here) or here.value != context:
             with contexts.entered(context):
-                return quiet(ordinal, stream, other, True)
+                return quick_idle(ordinal, stream, other, True)
     status = c_int()
-    for asked in (stream, other):
-        if asked is None:
+    for queried in (stream, other):
+        if queried is None:
             continue
-        code = cuda.cuStreamIsCapturing(asked, status)
-        if code == _IMPLICIT and asked in (0, LEGACY):
+        code = cuda.cuStreamIsCapturing(queried, status)
+        if code == _IMPLICIT and queried in (0, LEGACY):
             raise _apart()
         if code or status.value:
             return None
@@ -196,7 +196,7 @@ def quiet(ordinal: int, stream: int | None, other: int | None, inside: bool = Fa
     else:
         code, call = 0, "cuStreamQuery"
     if not code:
-        mode = c_int(_RELAXED)  # as `contexts.beside_captures`: CUDA stores the former mode here
+        mode = c_int(_RELAXED)  # as `contexts.capture_safe`: CUDA stores the former mode here
         try:
             cuda.cuThreadExchangeStreamCaptureMode(mode)
             if stream is None:
@@ -244,8 +244,8 @@ def idle(ordinal: int, stream: int, context: int | None = None) -> bool:
     """
     cuda, of = contexts.driver(), contexts.primary(ordinal) if context is None else context
     if not of:
-        return True  # no context, hence no work on the GPU
-    with contexts.entered(of), contexts.beside_captures():
+        return True  # no context, so no work on the GPU
+    with contexts.entered(of), contexts.capture_safe():
         code = cuda.cuStreamQuery(stream)
     if code != _NOT_READY:
         _check("cuStreamQuery", code)

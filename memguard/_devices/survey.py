@@ -122,20 +122,20 @@ def _gpu(
         found: dict[str, Any] = {"uuid": n.nvmlDeviceGetUUID(handle)}
     except failures as error:
         return {"error": type(error).__name__}
-    quiet = (*failures, AttributeError)  # older bindings lack some calls
-    with contextlib.suppress(*quiet):
+    unavailable = (*failures, AttributeError)  # older bindings lack some calls
+    with contextlib.suppress(*unavailable):
         found["name"] = n.nvmlDeviceGetName(handle)
-    with contextlib.suppress(*quiet):
+    with contextlib.suppress(*unavailable):
         found["capability"] = list(n.nvmlDeviceGetCudaComputeCapability(handle))
-    with contextlib.suppress(*quiet):
+    with contextlib.suppress(*unavailable):
         found["mig"] = bool(n.nvmlDeviceGetMigMode(handle)[0])
-    with contextlib.suppress(*quiet):
+    with contextlib.suppress(*unavailable):
         found["vgpu"] = n.nvmlDeviceGetVirtualizationMode(handle) == n.NVML_GPU_VIRTUALIZATION_MODE_VGPU
-    with contextlib.suppress(*quiet):
+    with contextlib.suppress(*unavailable):
         found["mode"] = _MODES.get(n.nvmlDeviceGetComputeMode(handle))
-    with contextlib.suppress(*quiet):
-        found.update(_memory(n, quiet, handle))
-    with contextlib.suppress(*quiet):
+    with contextlib.suppress(*unavailable):
+        found.update(_memory(n, unavailable, handle))
+    with contextlib.suppress(*unavailable):
         processes: dict[str, int | None] = {}
         for process in n.nvmlDeviceGetComputeRunningProcesses(handle):
             if process.pid not in without:
@@ -146,10 +146,10 @@ def _gpu(
     return found
 
 
-def _memory(n: Any, quiet: tuple[type[Exception], ...], handle: Any) -> dict[str, int]:
+def _memory(n: Any, unavailable: tuple[type[Exception], ...], handle: Any) -> dict[str, int]:
     try:
         info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
-    except quiet:  # a driver without v2; `used` then includes the driver's reserve
+    except unavailable:  # a driver without v2; `used` then includes the driver's reserve
         info = n.nvmlDeviceGetMemoryInfo(handle)
     return {"total": info.total, "used": info.used, "free": info.free}
 

@@ -1,8 +1,8 @@
 """Whether this process is off its GPUs now: every layer checks it before it calls CUDA or NVML.
 
 While a process is suspended, NVML's calls and CUDA's allocations block, and a synchronize or an event query crashes the
-process (SIGSEGV; driver 580.159, H200). So memguard must call neither CUDA nor NVML then. `_node.suspend` sets this
-state; the ledger, the monitor, trims and exit hooks read it.
+process (SIGSEGV; driver 580.159, H200). So memguard must call neither CUDA nor NVML then. `_node.suspend` changes this
+state by `enter`; the ledger, the monitor, `memguard top`, metrics, trims and exit hooks read it.
 """
 
 from __future__ import annotations
@@ -17,20 +17,28 @@ from memguard._base.advice import Advice
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.units import format_size
+from memguard._devices.phase import SETTLED, TRANSITIONS, IllegalTransition, Phase
 from memguard.errors import Suspended
 
 
 @dataclass(frozen=True)
 class Off:
-    """Off the GPUs since `since` (Unix time). `bytes` were moved from each GPU (UUID). `moving`: the move is in
-    progress."""
+    """The process left its GPUs at `since` (Unix time), with `bytes` from each GPU (UUID)."""
 
     bytes: dict[str, int]
     since: float
-    moving: bool = False
+    phase: Phase = Phase.OFF
+    """Never RUNNING."""
+
+    @property
+    def moving(self) -> bool:
+        """Whether it is leaving or returning."""
+        return self.phase not in SETTLED
 
     def __str__(self) -> str:
         """`suspended, 12.3 GiB in host memory`."""
+        if self.phase is Phase.LOST:
+            return "lost: the driver has destroyed what it had on its GPUs"
         return f"suspended, {self.text_of_bytes} in host memory" if self.bytes else "suspended"
 
     @property
@@ -40,15 +48,41 @@ class Off:
 
 
 now: Off | None = None
-"""Set before the first gate closes, None again after the last one opens. One assignment each: readers take no lock."""
+"""None in the phase RUNNING: until the first gate closes, and from before the first one opens. `enter` changes it with
+one assignment: readers take no lock."""
 forbidden: dict[str, tuple[int, str, str]] = {}
 """Work that forbids a suspension, by kind: its PID, the reason, and the fix.
 
 The work adds its entry at its beginning and removes it at its end. A forked child does not continue it.
 """
-_later: deque[Callable[[], object]] = deque()
+_deferred: deque[Callable[[], object]] = deque()
 """Driver calls that destructors deferred."""
 _of_parent: list[deque[Callable[[], object]]] = []
+
+
+def phase() -> Phase:
+    """The phase of this process."""
+    off = now
+    return Phase.RUNNING if off is None else off.phase
+
+
+def enter(new: Phase, sizes: dict[str, int] | None = None) -> None:
+    """Change the phase. For the thread that has the turn to suspend or resume.
+
+    `sizes`: the bytes that leave each GPU; without them those known before stay. To stay in a phase is legal.
+    Raises IllegalTransition for a change that the table does not have.
+    """
+    global now
+    off = now
+    before = Phase.RUNNING if off is None else off.phase
+    if new is not before and (before, new) not in TRANSITIONS:
+        raise IllegalTransition(before, new)
+    if new is Phase.RUNNING:
+        now = None
+    elif off is None:
+        now = Off(sizes or {}, time.time(), new)
+    else:
+        now = Off(sizes or off.bytes, off.since, new)
 
 
 def refused(what: str) -> Suspended:
@@ -57,10 +91,12 @@ def refused(what: str) -> Suspended:
 
 
 def off_its_gpus(what: str = "") -> Advice:
-    """The text of that error. Without `what`, of a second suspension."""
+    """The text of that error. Without `what`: the text for an attempt to suspend twice."""
     head = f"{what}: this process is" if what else "this process is already"
     off = now
     since = "" if off is None else f" since {time.strftime('%H:%M:%S', time.localtime(off.since))}"
+    if off is not None and off.phase is Phase.LOST:
+        return Advice(f"{head} off its GPUs{since} ({off})", "end it and start it again")
     return Advice(
         f"{head} off its GPUs{since} ({off or 'suspended'})",
         f"memguard.resume(), or `memguard resume {os.getpid()}` from a shell; inside "
@@ -74,16 +110,16 @@ def check(what: str) -> None:
         raise refused(what)
 
 
-def put_off(call: Callable[[], object]) -> None:
+def defer(call: Callable[[], object]) -> None:
     """Defer a call until the process is resumed. For destructors, on any thread at any moment: it takes no lock."""
-    _later.append(call)
+    _deferred.append(call)
 
 
-def catch_up() -> None:
+def run_deferred() -> None:
     """Carry out the deferred calls. The process is back on its GPUs."""
-    while _later:
+    while _deferred:
         try:
-            call = _later.popleft()
+            call = _deferred.popleft()
         except IndexError:  # another thread took the last one
             return
         try:
@@ -94,7 +130,7 @@ def catch_up() -> None:
 
 def forked() -> None:
     """In a forked child, which has no CUDA, drop the parent's deferred calls."""
-    global now, _later
+    global now, _deferred
     now = None
-    _of_parent.append(_later)
-    _later = deque()
+    _of_parent.append(_deferred)
+    _deferred = deque()

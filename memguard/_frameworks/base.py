@@ -12,17 +12,17 @@ The row makes `tests/contract` test the adapter. Also add its module to the impo
 pyproject.toml, and the module to import first to `MODULES` in `memguard/_tools/activation/_memguard_environment.py`:
 both are literals, and a test compares them with the rows.
 
-The rules for every method:
+Rules for all methods:
 
-- Only the framework's own file imports the framework, inside methods, and only if `state()` is already `imported` or
+- Only modules of the framework's folder import the framework, inside methods, and only if `state()` is `imported` or
   `live`. No method initialises the framework, a CUDA context or a device just to read a figure.
 - `apply` sets the caps, reads them back, and raises CapNotApplied (reason, remedy) if one cannot hold as declared. It
-  returns an undo, or the reason for having none. If it raises, no change remains. A Ctrl-C may come at any point, even
-  right after the last change: so before each change `apply` adds the change's undo step to `changes`. An undo can be
-  called again, and then continues.
-- A setting that the user makes later, through the framework's public calls, meets the cap: the smaller of the two
-  holds, and `_warn` reports it at once (`replacements.py` implements this). Where the cap cannot hold, `_changed` makes
-  the guard read `drift` at once. The undo restores the user's latest setting.
+  may raise at any point, also by a Ctrl-C right after a change: so it adds a step to `undo` before each change. The
+  caller runs the steps, last first, if `apply` raises or the budget ends. A step raises CapNotApplied if its change
+  stays. See `Undo` for what else a step must do.
+- A later setting of the user, through the framework's public calls, cannot exceed the cap: the smaller of the two
+  holds, and `_warn` reports it at once (`replacements.py` implements this). Where the cap cannot hold,
+  `_check_drift_now` makes the guard call `drift` at once. The undo steps restore the user's latest setting.
 - `usage` reports the framework's own figures: None if it holds nothing or is not live. A figure that the framework
   does not report is None, never 0.
 - Every private symbol of the framework is probed before use, and has a fallback or a clear refusal.
@@ -62,7 +62,7 @@ from memguard.errors import CapNotApplied
 
 
 class Allocator(ABC):
-    """What one cap limits: the allocator of one framework, or a pool that several frameworks share."""
+    """The unit that one cap limits: the allocator of one framework, or a pool that several frameworks share."""
 
     @property
     @abstractmethod
@@ -71,8 +71,8 @@ class Allocator(ABC):
 
     @property
     @abstractmethod
-    def asks(self) -> bool:
-        """Whether it requests room before it refuses a request: true for memguard's own allocators."""
+    def requests_room(self) -> bool:
+        """Whether it requests room from siblings before it refuses a request. True for memguard's own allocators."""
 
     @abstractmethod
     def usage(self, device: Device) -> Usage | None:
@@ -80,48 +80,46 @@ class Allocator(ABC):
 
     @abstractmethod
     def trim(self, device: Device) -> None:
-        """Release all releasable memory to the driver now, on this thread. Does nothing if there is none."""
+        """Release all releasable memory to the driver, on this thread."""
 
-    def give_back(self, device: Device, needed: int) -> None:
-        """As `trim`, but only about `needed` bytes where the allocator can release a part; others release all."""
+    def trim_partly(self, device: Device, needed: int) -> None:
+        """As `trim`, but release only about `needed` bytes if the allocator can; others release all."""
         self.trim(device)
 
     def reusable(self, usage: Usage) -> int:
-        """The bytes of its cache that surely serve a new request of its own, given its usage. 0 if unknown."""
+        """The bytes of its cache that certainly serve its own next request, from its usage. 0 if unknown."""
         return usage.reclaimable or 0
 
     @abstractmethod
     def fixed(self) -> bool:
-        """Whether its cap cannot change once applied, in this process's configuration."""
+        """Whether its applied cap cannot change, in this process's configuration."""
 
 
 class Framework(Allocator):
     """One framework in this process. Caps are bytes by device UUID, one for each device of the plan.
 
-    It is the allocator of its cap, unless it is `pooled`.
+    It is the allocator that its cap limits, unless it is `pooled`.
     """
 
     spec: FrameworkSpec
     """The framework's row."""
     resizable = True
-    """Whether a cap can change at run time. Not for TensorFlow and JAX, which never release memory to the driver."""
+    """Whether a cap can change at run time. False for TensorFlow and JAX, which never release memory to the driver."""
     pooled = False
-    """Whether it allocates from the shared pool: its usage then consists of live blocks, without a cache."""
+    """Whether it allocates from the shared pool. Its usage then is its live blocks, without a cache."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.notes: list[str] = []
-        """Facts found after `apply`, as sentences: the guard shows them with its own notes."""
+        """Sentences about facts found after `apply`. The guard shows them with its own notes."""
         self.on_warning: Callable[[str], None] | None = None
-        """Called with the sentence of `_warn`, on the thread whose call caused it."""
+        """Called by `_warn` with its sentence, on the thread that caused the warning."""
         self.on_change: Callable[[], None] | None = None
-        """Called after a user's call that may have broken the cap: the guard then reads `drift`."""
-        self.changes = Undo()
-        """Undoes the changes of an interrupted `apply`. A completed `apply` returns its own `undo`."""
+        """Called after a user's call that may have broken the cap: the guard then calls `drift`."""
         self.on_refusal: Callable[[RefusedRequest], str | None] | None = None
-        """Called by `_refused` with each refused request; set by the guard. Returns the id of the record."""
+        """Called by `_report_refusal` with each refused request; set by the guard. Returns the id of the record."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
-        """Called by `_short` to make room before a request is refused; set by the guard."""
+        """Called by `_request_room` to make room before a request is refused; set by the guard."""
 
     @property
     def name(self) -> str:
@@ -133,13 +131,13 @@ class Framework(Allocator):
         return self.spec.module
 
     @property
-    def asks(self) -> bool:
-        """Whether its allocator calls `_short` before it refuses a request."""
-        return self.spec.asks
+    def requests_room(self) -> bool:
+        """Whether its allocator calls `_request_room` before it refuses a request."""
+        return self.spec.requests_room
 
     @property
     def hook(self) -> str:
-        """The module after whose import the caps can be applied (often `module` itself)."""
+        """The module after whose import the caps can be applied; often `module` itself."""
         return self.spec.hook
 
     def state(self) -> State:
@@ -161,23 +159,24 @@ class Framework(Allocator):
 
     @abstractmethod
     def _live(self, module: ModuleType) -> bool:
-        """Whether the imported framework has initialised CUDA (holds or can hold GPU memory)."""
+        """Whether the imported framework has initialised CUDA, so that it may hold GPU memory."""
 
     def prepare(self, undo: Undo) -> None:
         """Set the variables that the framework reads during its import. Called before the import.
 
-        Adds the undo step to `undo` before each change. A setting of the user stays, or raises ConflictingSetting.
+        Adds the undo step to `undo` before each change. Never replaces a user's setting; raises ConflictingSetting if
+        it conflicts.
         """
 
     @abstractmethod
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        """Apply the caps. Called once the framework is imported, live or not.
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
+        """Apply the caps. Called once the framework is imported, live or not. Adds its undo steps to `undo`.
 
         `options` are the framework's settings in the budget, by name: the `applied` options of its row.
         """
 
     def resize(self, caps: Mapping[str, int]) -> None:
-        """Change applied caps at run time. Lowering a cap evicts nothing by itself: the guard trims and reports."""
+        """Change applied caps at run time. A lower cap frees nothing by itself: the guard trims and reports."""
         raise CapNotApplied(
             self.name,
             "its limit is fixed once it is set",
@@ -188,23 +187,24 @@ class Framework(Allocator):
         return not self.resizable
 
     def footprint(self, size: int) -> int:
-        """The most bytes that one more allocation of `size` bytes would make the framework take from the driver."""
+        """The most driver bytes that one more allocation of `size` bytes may take."""
         return size
 
     def drift(self) -> Sequence[Drift]:
-        """Changes since `apply` that broke the cap; mostly none."""
+        """Changes since `apply` that broke the cap; mostly empty."""
         return []
 
     def unseen(self) -> str | None:
-        """Why memguard misses a refused request if the program catches its error; None if `_refused` reports each."""
+        """Why memguard misses a refused request whose error the program catches; None if `_report_refusal` reports
+        each."""
         return "its allocator tells nobody of a refused request" if self.spec.refuses_silently else None
 
     def uncounted(self) -> str | None:
-        """Memory that this framework may take outside its cap and its count; None if none is known. For
-        `unaccounted`."""
+        """Memory that this framework may take outside its cap and its count, as an explanation of `unaccounted`. None
+        if none is known."""
         return None
 
-    def _refused(
+    def _report_refusal(
         self,
         error: BaseException | None,
         uuid: str | None,
@@ -212,10 +212,11 @@ class Framework(Allocator):
         source: Literal["refusal", "observer"] = "refusal",
         **known: Any,
     ) -> None:
-        """Report a finally refused request, on the thread that made it. Callers hold no lock of the adapter.
+        """Report a request that the allocator refuses after all retries, on the requesting thread. Callers hold no lock
+        of the adapter.
 
-        `known` are figures of the moment, by the names of `RefusedRequest`; the guard adds the memory held by this and
-        the other frameworks. It marks `error` with the id of the record, to recognise the error later. Raises nothing.
+        `known` are figures at the refusal, by the names of `RefusedRequest`; the guard adds the memory held by all
+        frameworks. This marks `error` with the record's id, to recognise the error later. Raises nothing.
         """
         if self.on_refusal is None:
             return
@@ -227,12 +228,12 @@ class Framework(Allocator):
         except Exception as failure:
             _log.debug("%s: a refused request was not recorded: %s", self.name, failure)
 
-    def _short(self, shortage: Shortage) -> bool:
-        """Make room for a request before it is refused: siblings release cache, an elastic cap rises.
+    def _request_room(self, shortage: Shortage) -> bool:
+        """Request room before refusing a request: siblings release cache, an elastic cap rises.
 
-        True if that freed memory or raised the cap, so that the request is worth another try. Call it on the requesting
-        thread, without a lock of the adapter, at most a few times for one request. It raises only the exceptions of
-        signal handlers.
+        True if memory was freed or the cap raised, so that the allocator should retry. Call it on the requesting
+        thread, without a lock of the adapter, at most a few times for one request. It raises only exceptions of signal
+        handlers.
         """
         if self.on_shortage is None:
             return False
@@ -243,81 +244,81 @@ class Framework(Allocator):
             return False
 
     def capturing(self) -> bool:
-        """Whether this thread is capturing a CUDA graph with the framework: freeing memory would break the capture."""
+        """Whether this thread is capturing a CUDA graph with the framework. Freeing memory would break the capture."""
         return False
 
     def libraries(self) -> frozenset[str]:
-        """Library memory that it holds outside its cap in addition to the usual, by name in `OVERHEADS` (`nccl 1`,
-        `nccl 2`)."""
+        """Additional library memory outside its cap, by name in `OVERHEADS` (`nccl 1`, `nccl 2`)."""
         return frozenset()
 
     def communicating(self) -> bool:
-        """Whether other processes may wait for this process's work on a GPU: it has live NCCL communicators.
+        """Whether other processes may wait for this process's GPU work, as it has live NCCL communicators.
 
-        Releasing memory waits for that work, and blocks the framework's allocator meanwhile.
+        Releasing memory waits for that work, and blocks the framework's allocator.
         """
         return any(name.startswith("nccl ") for name in self.libraries())
 
     def contexts(self, device: Device) -> frozenset[int]:
-        """Handles of the CUDA contexts of its allocations on the device, if they may differ from the primary one."""
+        """Handles of the CUDA contexts with its allocations on the device, if they may differ from the primary one."""
         return frozenset()
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
-        """Start recording allocations; the returned call stops and returns them (times as `time.time()`).
+        """Start recording allocations. The returned function stops and returns the events (times as `time.time()`).
 
-        None if the framework does not report single allocations: the recorder then samples `usage`.
+        None if the framework does not report single allocations; the recorder then samples `usage`.
         """
         return None
 
-    def _say(self, note: str) -> None:
+    def _add_note(self, note: str) -> None:
         if note not in self.notes:
             self.notes.append(note)
             _log.info("%s", note)
 
     def _warn(self, sentence: str) -> None:
-        """Warn at once, and once, that a setting which the user made after `apply` met the cap."""
+        """Log a warning, once for each sentence, that a later setting of the user exceeds the cap."""
         if sentence not in self.notes:
             self.notes.append(sentence)
             _log.warning("%s", sentence)
             if self.on_warning is not None:
                 self.on_warning(sentence)
 
-    def _changed(self) -> None:
-        """Have the cap checked now, not at the next reading: the user changed a setting that it depends on."""
+    def _check_drift_now(self) -> None:
+        """Make the guard call `drift` now instead of at the next reading, as the user changed a setting that the cap
+        depends on."""
         if self.on_change is not None:
             self.on_change()
 
     def about(self) -> dict[str, str]:
-        """The framework's entries in a trace's header besides its version, such as its allocator."""
+        """The framework's entries in a trace's header other than its version, such as its allocator."""
         return {}
 
     def forked(self) -> None:
-        """In a forked child: stop capping, without taking a lock of the parent and without touching CUDA."""
+        """In a forked child: stop capping, without acquiring a lock of the parent and without a CUDA call."""
 
     def _loaded(self) -> ModuleType | None:
-        """The hook module if its import is complete; waits for an import in another thread."""
+        """The hook module once its import is complete, else None. Waits for an import in another thread."""
         module = sys.modules.get(self.hook)
         if module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False):
             module = importlib.import_module(self.hook)
         return module
 
 
-def accept_standing(
-    name: str, title: str, pool: str, standing: Mapping[str, tuple[int, int]], caps: Mapping[str, int]
+def accept_permanent_limits(
+    name: str, title: str, pool: str, existing: Mapping[str, tuple[int, int]], caps: Mapping[str, int]
 ) -> Applied:
     """Accept the existing limits of a live framework whose limits can no longer change.
 
-    They are accepted only if an earlier budget of this process set them and they fit these caps. `standing` is cap and
-    limit by device UUID, in bytes. Raises CapNotApplied otherwise.
+    Raises CapNotApplied unless an earlier budget of this process set them and they fit these caps. `existing` is cap
+    and limit by device UUID, in bytes.
     """
-    if not standing:
+    if not existing:
         raise CapNotApplied(
             name,
             f"it was live before memguard.init(): its {pool} exists and can no longer be limited",
             f"call memguard.init() before {title}'s first operation",
         )
-    for uuid, (cap, limit) in standing.items():
-        own = limit < cap // MIB * MIB  # the user's own limit: it fits every looser cap
+    for uuid, (cap, limit) in existing.items():
+        own = limit < cap // MIB * MIB  # the user's own limit, which fits every looser cap
         if caps.get(uuid) != cap and not (own and caps.get(uuid, 0) >= limit):
             raise CapNotApplied(
                 name,
@@ -328,15 +329,16 @@ def accept_standing(
     return Applied(Enforcement.ENFORCED, permanent="its limit stays from the budget before")
 
 
-def with_size(error: BaseException, asked: int) -> BaseException:
-    """Set the error's `memguard_requested` to the requested bytes. A function, so that no frame keeps the error
-    alive."""
-    error.memguard_requested = asked  # type: ignore[attr-defined]
+def attach_size(error: BaseException, requested: int) -> BaseException:
+    """Set the error's `memguard_requested` to the requested bytes. A separate function, so that no caller's frame keeps
+    the error alive."""
+    error.memguard_requested = requested  # type: ignore[attr-defined]
     return error
 
 
-def weakly(thing: Any) -> weakref.ref[Any] | None:
-    """A weak reference, to recognise the object again without keeping it alive; None if its type allows none."""
+def weak_reference(thing: Any) -> weakref.ref[Any] | None:
+    """A weak reference, to recognise the object later without keeping it alive. None if its type does not support
+    one."""
     try:
         return weakref.ref(thing)
     except TypeError:
@@ -344,22 +346,21 @@ def weakly(thing: Any) -> weakref.ref[Any] | None:
 
 
 TRIES = 2
-"""Tries for a request after room was made: another thread may take the room first."""
+"""Retries of a request after room was made, as another thread may use the room first."""
 
 
-def within(lock: Any) -> bool:
-    """Whether this thread holds the lock: a signal handler or a finalizer interrupted a call that relies on its
-    blocks."""
+def holds_lock(lock: Any) -> bool:
+    """Whether this thread holds the lock, as in a signal handler or finalizer that interrupted an allocation."""
     return bool(lock._is_owned())
 
 
-def short_of(error: BaseException, asked: int, needed: int, *, full: bool) -> BaseException:
-    """Attach a shortage to the error. A function, so that no frame keeps the error alive."""
+def attach_shortage(error: BaseException, requested: int, needed: int, *, full: bool) -> BaseException:
+    """Attach a shortage to the error. A separate function, so that no caller's frame keeps the error alive."""
     error.memguard_short = needed, full  # type: ignore[attr-defined]
-    return with_size(error, asked)
+    return attach_size(error, requested)
 
 
-def shortage_of(error: BaseException, framework: str, uuid: str, asked: int) -> Shortage | None:
-    """The shortage attached to an error; None for any other error."""
+def attached_shortage(error: BaseException, framework: str, uuid: str, requested: int) -> Shortage | None:
+    """The shortage that is attached to the error, or None."""
     needed, full = getattr(error, "memguard_short", (None, False))
-    return None if needed is None else Shortage(framework, uuid, asked, needed, full)
+    return None if needed is None else Shortage(framework, uuid, requested, needed, full)

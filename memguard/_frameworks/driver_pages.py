@@ -1,9 +1,9 @@
-"""Computes the driver memory of allocations, which no library counts: pages, slabs, and what a free or a trim returns.
+"""Computes the driver memory of allocations, which no library reports: pages, slabs, and the bytes that a free returns.
 
 Measured on an H200: the driver rounds an allocation above 1 MiB up to 2 MiB, and packs smaller ones into slabs of 2
-MiB. 200 arrays of 1.1 MiB took 398 MiB while CuPy's pool counted 220. Slabs lie at multiples of 2 MiB. The first piece
-lies at a slab's start, each piece at a multiple of 512 bytes, and none spans two slabs: 60 pieces of 0.7 MiB take 60
-MiB. A slab serves every framework in its context, and is freed with its last piece.
+MiB. 200 arrays of 1.1 MiB took 398 MiB while CuPy's pool counted 220. Slabs lie at multiples of 2 MiB. A slab's first
+piece starts at the slab's start, each piece at a multiple of 512 bytes, and no piece spans two slabs: 60 pieces of 0.7
+MiB take 60 MiB. All frameworks of a context share its slabs. The driver frees a slab with its last piece.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from memguard._base.units import GRANULE, MIB, round_down, round_up
 SMALL = MIB
 """Bytes. The driver packs allocations of up to this size into slabs."""
 TINY = MIB // 8
-"""Bytes. For pieces of up to this size, the unused end of a slab is insignificant."""
+"""Bytes. For pieces of up to this size, the unused end of a slab is negligible."""
 UNIT = 512
 PIECE = 32 * MIB
 """Bytes by which the driver's memory pools (`cudaMallocAsync`) grow."""
 
 
 def whole(size: int) -> int:
-    """The bytes that the driver uses for `size` bytes: whole pages above 1 MiB, else whole units of a slab."""
+    """The driver's bytes for an allocation of `size` bytes: whole pages above 1 MiB, else whole units of a slab."""
     return -(-size // GRANULE) * GRANULE if size > SMALL else -(-size // UNIT) * UNIT
 
 
@@ -43,8 +43,8 @@ def whole_share(size: int, unit: int = UNIT) -> int:
 
 
 @dataclass
-class _Shared:
-    """A slab: the pieces of all frameworks in it, and its bytes counted in the frameworks' rows."""
+class _Slab:
+    """One slab: the number of its pieces, of all frameworks, and its bytes that the frameworks' rows count."""
 
     pieces: int = 0
     counted: int = 0
@@ -54,21 +54,21 @@ class _Shared:
 class Slabs:
     """The slabs of one GPU that contain pieces of this process's frameworks. Thread-safe.
 
-    `gaps` is the bytes of slabs beyond those in the frameworks' rows: unusable ends, and holes of freed pieces. It is
-    negative if rows count more: one framework counts a slab whole, and another counts its pieces in it. A slab whose
-    first piece was not counted here belongs to other code, as do its gaps.
+    `gaps` is the bytes of slabs that no framework's row counts: unusable ends, and holes of freed pieces. It is
+    negative if rows overlap: one framework counts a whole slab, and another its pieces in that slab. A slab whose first
+    piece was not recorded here belongs to other code, as do its gaps.
     """
 
     def __init__(self) -> None:
         self.gaps = 0
-        # A signal handler or a finalizer may interrupt a call: so related figures change with no call in between.
+        # A signal handler or a finalizer may interrupt any call, so related figures change without a call in between.
         self._lock = threading.RLock()
-        self._slabs: dict[int, _Shared] = {}
+        self._slabs: dict[int, _Slab] = {}
 
-    def enter(self, address: int) -> bool:
-        """Count one more piece. Returns whether it opened its slab."""
+    def add_piece(self, address: int) -> bool:
+        """Record a piece. Returns whether it opened its slab."""
         with self._lock:
-            slab = self._slabs.setdefault(address // GRANULE, _Shared())
+            slab = self._slabs.setdefault(address // GRANULE, _Slab())
             slab.pieces += 1
             if address % GRANULE == 0 and not slab.known:
                 slab.known = True
@@ -77,7 +77,7 @@ class Slabs:
             return False
 
     def count(self, address: int, change: int) -> None:
-        """Add `change` to the bytes of the slab that a framework's row counts."""
+        """Add `change` to the slab's bytes that frameworks' rows count."""
         with self._lock:
             slab = self._slabs[address // GRANULE]
             slab.counted += change
@@ -85,12 +85,12 @@ class Slabs:
                 self.gaps -= change
 
     def pieces(self, address: int) -> int:
-        """The number of counted pieces in the slab of this address."""
+        """The number of recorded pieces in this address's slab."""
         slab = self._slabs.get(address // GRANULE)
         return slab.pieces if slab is not None else 0
 
-    def leave(self, address: int) -> None:
-        """Count one piece less. Drops the slab with its last piece."""
+    def remove_piece(self, address: int) -> None:
+        """Remove a piece, and the slab with its last piece."""
         with self._lock:
             slab = self._slabs[address // GRANULE]
             slab.pieces -= 1
@@ -101,11 +101,11 @@ class Slabs:
 
 
 slabs: defaultdict[str, Slabs] = defaultdict(Slabs)
-"""By the GPU's UUID. Process-wide, like the driver's slabs: a framework's count outlives its budget."""
+"""By the GPU's UUID. Process-wide, like the driver's slabs, so that recorded pieces outlive a budget."""
 
 
 @dataclass
-class _Own:
+class _OwnPieces:
     """One framework's pieces in one slab: their number and bytes."""
 
     whole: bool
@@ -118,28 +118,29 @@ class _Own:
 
 
 class DriverPages:
-    """One framework's allocations on one GPU, by address, in pages of the driver.
+    """Counts one framework's allocations on one GPU, by address, in driver pages.
 
     With `whole`, a slab that the framework opened counts whole; in other slabs only its pieces count. Finalizers must
-    not call it. A change that a signal handler makes during another change is carried out after it.
+    not call these methods. If a signal handler interrupts a change with another one, the second is applied after the
+    first.
     """
 
     def __init__(self, shared: Slabs, whole: bool = True) -> None:
         self._shared, self._whole = shared, whole
         self._large = self._small = self._expected = 0
-        self.coming = 0
-        """The bytes of `adding` in `changes`, in whole pages. They count already, so that a request of a signal handler
-        does not take their room."""
-        self._slabs: dict[int, _Own] = {}
+        self.queued = 0
+        """The bytes of `apply_add` in `changes`, in whole pages. They count at once, so that a signal handler's request
+        cannot take their room."""
+        self._slabs: dict[int, _OwnPieces] = {}
         self.changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
-        """Queued changes for `settle`: `adding` or `leaving` with address and size. A caller that must know at a Ctrl-C
-        whether its change will be made appends it here, and records that with no call in between."""
+        """Queued changes for `apply_changes`: `apply_add` or `apply_remove`, with address and size. A caller that must
+        know after a Ctrl-C whether its change is queued appends it here, and records that with no call in between."""
         self._changing = False
 
     def growth(self, size: int) -> int:
-        """The least growth of `held` with one more allocation of `size`.
+        """The least growth of `held` for one more allocation of `size` bytes.
 
-        A slab's room may consist of holes, and a slab opened by other code may have room that is invisible here.
+        The real growth may be larger: a slab's room may consist of holes, and the piece may open a slab.
         """
         if size > SMALL:
             return round_up(size)
@@ -148,57 +149,57 @@ class DriverPages:
         return round_up(size, UNIT)
 
     def gap(self, size: int) -> bool:
-        """Whether a recorded slab may have room for one more piece. Its room may consist of holes, or be in use by
-        others."""
+        """Whether a recorded slab may have room for one more piece. The room may consist of holes, or contain other
+        frameworks' pieces."""
         return any(GRANULE - slab.bytes >= size for slab in self._slabs.values())
 
     def known(self, address: int) -> bool:
-        """Whether recorded pieces lie in the slab of this address."""
+        """Whether this address's slab contains recorded pieces."""
         return address // GRANULE in self._slabs
 
     def fits(self, size: int, cap: int) -> bool:
-        """Whether `held` may stay within the cap with one more allocation. Searches the slabs only near the cap."""
+        """Whether `held` may stay within the cap after one more allocation. It searches the slabs only near the cap."""
         if self.held() + round_up(size) <= cap:
             return True
-        return size <= SMALL and self.held() + self.growth(size) <= cap  # a larger one grows by whole pages
+        return size <= SMALL and self.held() + self.growth(size) <= cap  # above SMALL the first check is exact
 
     def add(self, address: int, size: int) -> None:
-        self._in_turn(self.adding, address, size)
+        self._queue(self.apply_add, address, size)
 
-    def gone(self, address: int, size: int) -> None:
+    def remove(self, address: int, size: int) -> None:
         """Record that the driver has freed an allocation."""
-        self._in_turn(self.leaving, address, size)
+        self._queue(self.apply_remove, address, size)
 
-    def _in_turn(self, change: Callable[[int, int], None], address: int, size: int) -> None:
-        coming = round_up(size) if change == self.adding else 0
-        self.coming += coming
+    def _queue(self, change: Callable[[int, int], None], address: int, size: int) -> None:
+        queued = round_up(size) if change == self.apply_add else 0
+        self.queued += queued
         self.changes.append((change, address, size))
-        self.settle()
+        self.apply_changes()
 
-    def settle(self) -> None:
-        """Carry out the changes. A Ctrl-C neither loses nor repeats one; `Slabs.gaps` alone may miss a piece."""
+    def apply_changes(self) -> None:
+        """Apply the queued changes. A Ctrl-C neither loses nor repeats one; only `Slabs.gaps` may miss a piece."""
         if self._changing:
             return
         self._changing = True
         try:
             while self.changes:
                 change, address, size = self.changes[0]
-                change(address, size)  # updates all its figures right before `popleft`, with no call in between
+                change(address, size)  # updates all figures right before its `popleft`, with no call in between
         finally:
             self._changing = False
 
-    def adding(self, address: int, size: int) -> None:
+    def apply_add(self, address: int, size: int) -> None:
         if size > SMALL:
             pages = round_up(size)
             self._large += pages
-            self.coming -= pages
+            self.queued -= pages
             self.changes.popleft()
             return
-        opened = self._shared.enter(address)
+        opened = self._shared.add_piece(address)
         slab = self._slabs.get(address // GRANULE)
-        self._change(slab or _Own(opened and self._whole), address, 1, size, round_up(size))
+        self._change(slab or _OwnPieces(opened and self._whole), address, 1, size, round_up(size))
 
-    def leaving(self, address: int, size: int) -> None:
+    def apply_remove(self, address: int, size: int) -> None:
         if size > SMALL:
             pages = round_up(size)
             self._large -= pages
@@ -206,38 +207,38 @@ class DriverPages:
             return
         slab = self._slabs.get(address // GRANULE)
         if slab is None:
-            self.changes.popleft()  # else it would be retried for ever
+            self.changes.popleft()  # otherwise it would be retried for ever
             raise KeyError(address)
         self._change(slab, address, -1, -size)
-        self._shared.leave(address)
+        self._shared.remove_piece(address)
 
     def in_slab_of_others(self, address: int, size: int) -> bool:
-        """Whether this allocation counts by its own bytes, because other code opened its slab."""
+        """Whether this allocation lies in a slab that other code opened, so that only its own bytes count."""
         slab = self._slabs.get(address // GRANULE)
         return size <= SMALL and slab is not None and not slab.whole
 
     @contextlib.contextmanager
     def expecting(self, size: int) -> Iterator[None]:
-        """Add `size` to `held` in this block: the room of a request before its allocation is counted.
+        """Add `size` to `held` during the `with` block, to reserve a request's room until its allocation is counted.
 
-        So a signal handler or a finalizer that allocates meanwhile cannot take that room.
+        A signal handler or a finalizer that allocates meanwhile then cannot use this room.
         """
         before = self._expected
         try:
             self._expected = before + round_up(size)
             yield
         finally:
-            self._expected = before  # harmless if an interruption came before the change
+            self._expected = before  # harmless if an interruption preceded the change
 
     def held(self) -> int:
-        return self._large + self._small + self.coming + self._expected
+        return self._large + self._small + self.queued + self._expected
 
     def counted(self) -> int:
         """`held` without the expected bytes."""
-        return self._large + self._small + self.coming
+        return self._large + self._small + self.queued
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
-        """The bytes that go back to the driver with these allocations. A slab goes back with its last piece."""
+        """The bytes that the driver gets back if these allocations are freed. A slab is freed with its last piece."""
         found = 0
         small: dict[int, int] = {}
         for address, size in pieces:
@@ -245,7 +246,7 @@ class DriverPages:
             if size > SMALL:
                 found += round_up(size)
             elif slab is None:
-                continue  # freed meanwhile by a signal handler
+                continue  # a signal handler freed it meanwhile
             elif slab.whole:
                 small[address // GRANULE] = small.get(address // GRANULE, 0) + 1
             else:
@@ -255,10 +256,10 @@ class DriverPages:
                 found += GRANULE
         return found
 
-    def parts(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
-        """Which of these allocations the driver frees together: the bytes and addresses of each group.
+    def groups(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+        """Group the allocations that the driver frees together: the bytes and addresses of each group.
 
-        Omits pieces in slabs that other code keeps allocated: freeing those pieces returns nothing by itself.
+        Omits pieces in slabs that other code keeps allocated: freeing such a piece returns nothing.
         """
         found: list[tuple[int, list[int]]] = []
         small: dict[int, list[int]] = {}
@@ -273,13 +274,13 @@ class DriverPages:
                 found.append((GRANULE, inside))
         return found
 
-    def _change(self, slab: _Own, address: int, pieces: int, size: int, coming: int = 0) -> None:
-        """Update the slab and every sum, so that readings cost nothing. Removes the first of `changes`."""
+    def _change(self, slab: _OwnPieces, address: int, pieces: int, size: int, queued: int = 0) -> None:
+        """Update the slab and all sums, so that readings need no computation. Removes the first of `changes`."""
         number, slabs, changes = address // GRANULE, self._slabs, self.changes
-        after = _Own(slab.whole, slab.pieces + pieces, slab.bytes + _units(size))
+        after = _OwnPieces(slab.whole, slab.pieces + pieces, slab.bytes + _units(size))
         counted = (after.counted if after.pieces else 0) - (slab.counted if slab.pieces else 0)
         slabs[number] = after
-        self.coming -= coming
+        self.queued -= queued
         self._small += counted
         changes.popleft()
         if not after.pieces:
@@ -292,11 +293,11 @@ def _units(size: int) -> int:
     return round_up(size, UNIT) if size >= 0 else -round_up(-size, UNIT)
 
 
-def least(sizes: Sequence[int], needed: int) -> list[int] | None:
+def fewest_blocks(sizes: Sequence[int], needed: int) -> list[int] | None:
     """Positions of blocks with at least `needed` bytes together, without a superfluous one; None if all have fewer.
 
-    It minimises the blocks rather than the bytes, as each block costs time: the largest blocks, and as the last one the
-    smallest that suffices. The excess over `needed` is less than the smallest selected block.
+    It minimises the number of blocks rather than the bytes, as each free costs time: it selects the largest blocks, and
+    as the last one the smallest that suffices. The excess over `needed` is less than the smallest selected block.
     """
     if sum(sizes) < needed:
         return None
@@ -313,11 +314,11 @@ def least(sizes: Sequence[int], needed: int) -> list[int] | None:
 def addresses_to_free(pages: DriverPages, blocks: Sequence[tuple[int, int]], needed: int) -> frozenset[int] | None:
     """The addresses of `blocks` (address and size, all idle) to free so that the driver gets `needed` bytes back.
 
-    None if that takes all. The pieces of a slab are freed together or not at all.
+    None if all blocks are needed. The pieces of a slab are freed together or not at all.
     """
-    parts = pages.parts(blocks)
-    chosen = least([size for size, _ in parts], needed)
-    return None if chosen is None else frozenset(address for one in chosen for address in parts[one][1])
+    groups = pages.groups(blocks)
+    chosen = fewest_blocks([size for size, _ in groups], needed)
+    return None if chosen is None else frozenset(address for one in chosen for address in groups[one][1])
 
 
 def returned_by_trim(reserved: int, used: int) -> int | None:

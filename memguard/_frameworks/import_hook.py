@@ -1,8 +1,8 @@
-"""Calls a callback right after a module's first import: it applies caps to frameworks imported after `init`.
+"""Calls a callback right after a module's first import, to apply caps to frameworks imported after `init`.
 
-A finder at the front of `sys.meta_path` finds the module as Python would, and wraps its loader once. An exception of
-the callback propagates from the user's `import` statement. Removing the hook leaves no trace. On simulated GPUs a
-second finder, `RealImports`, warns that nothing limits a real framework.
+A finder at the front of `sys.meta_path` delegates the search to the other finders, and wraps the module's loader once.
+The callback's exception propagates from the user's `import` statement. Removing the hook restores `sys.meta_path`. On
+simulated GPUs a second finder, `RealImports`, warns that nothing limits a real framework.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from memguard._base.specs import SPECS
+from memguard._frameworks.specs import SPECS
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Callbacks by module name. Each runs after its module's code, until one call succeeds."""
+    """Callbacks by module name. A callback runs after its module's code; if it raises, it runs again at the next
+    import."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[], None]] = {}
@@ -28,7 +29,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         self._finding = threading.local()
 
     def watch(self, module: str, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call `callback` after the first import of `module`; the returned call cancels that."""
+        """Call `callback` after the first import of `module`. Call the returned function to cancel."""
         with self._lock:
             self._waiting[module] = callback
             if self not in sys.meta_path:
@@ -69,7 +70,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         try:
             callback()
         except BaseException:
-            if module not in self._waiting:  # the import fails too, and a second attempt must not go uncapped
+            if module not in self._waiting:  # the import fails too, and a second import must apply the cap
                 self.watch(module, callback)
             raise
 
@@ -98,12 +99,12 @@ def found_by_others(
 
 
 def enter(finder: importlib.abc.MetaPathFinder, *, last: bool = False) -> None:
-    """Put the finder before the others in `sys.meta_path`, or behind them.
+    """Add the finder before the others in `sys.meta_path`, or after them.
 
-    `enter` and `leave` replace the list. An import in another thread iterates over the list that it started with: if
-    the finders moved in that list, the import would skip one, and not find its module.
+    `enter` and `leave` replace the list instead of changing it. Another thread's import iterates over the old list: if
+    finders moved in that list, the import would skip one and not find its module.
     """
-    # One statement, during which Python runs no other thread: no thread can add a finder between reading and writing.
+    # One statement, during which Python runs no other thread: no finder can be added between the read and the write.
     sys.meta_path = [*sys.meta_path, finder] if last else [finder, *sys.meta_path]
 
 
@@ -115,7 +116,7 @@ def leave(finder: object) -> None:
         kept = [one for one in before if one is not finder]
         if len(kept) == len(before):
             return
-        if sys.meta_path is now and now == before:  # else another thread changed it meanwhile
+        if sys.meta_path is now and now == before:  # otherwise another thread changed the list: retry
             sys.meta_path = kept
             return
 
@@ -129,7 +130,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Restore the real loader first, so that the module looks as if it had never been hooked.
+        # Restore the real loader first, so that the module shows no trace of the hook.
         module.__loader__ = self._inner
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
@@ -141,7 +142,7 @@ class _Loader(importlib.abc.Loader):
 
 
 warned = False
-"""Whether this process has been told on stderr that its GPUs are simulated."""
+"""Whether this process has printed the warning that its GPUs are simulated."""
 
 
 def to_stderr(text: str) -> None:
@@ -155,9 +156,9 @@ def to_stderr(text: str) -> None:
 
 
 class RealImports(importlib.abc.MetaPathFinder):
-    """On simulated GPUs, warns once per process that an imported real framework is not limited.
+    """On simulated GPUs, warns once per process that nothing limits an imported real framework.
 
-    `gpus` are their names in the warning.
+    `gpus` are the GPUs' names in the warning.
     """
 
     def __init__(self, gpus: Sequence[str]) -> None:
@@ -166,7 +167,7 @@ class RealImports(importlib.abc.MetaPathFinder):
         self._searched: set[str] = set()
 
     def start(self) -> None:
-        """Warn at once if a framework is imported already; else wait for an import."""
+        """Warn at once if a framework is imported already; else at the first import."""
         if warned:
             return
         here = [module for module in self._modules if module in sys.modules]
@@ -176,7 +177,7 @@ class RealImports(importlib.abc.MetaPathFinder):
             enter(self)
 
     def stop(self) -> None:
-        """Remove the finder without a trace."""
+        """Remove the finder."""
         leave(self)
 
     def find_spec(

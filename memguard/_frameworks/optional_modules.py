@@ -1,17 +1,17 @@
-"""The types of the optional modules in a framework's folder, which discovery finds by their names.
+"""Types of the optional modules in a framework's folder. Discovery finds the modules by their names.
 
-`gates.py` defines `GATES`: functions that wait while the process is suspended. A call into CUDA then crashes the
-process (SIGSEGV), fails, or waits in the driver until the resume (driver 580.159, H200). A call that waits with the GIL
-held stops every thread of the process. The `harm` of a function names which of these its ungated call would do.
+`gates.py` defines `GATES`: functions that wait while the process is suspended. Without a gate, a call into CUDA then
+crashes the process (SIGSEGV), fails, or waits in the driver until the resume (driver 580.159, H200). A call that waits
+with the GIL held blocks every thread of the process. The `harm` of a function is the effect of its ungated call.
 
 `in_process.py` defines `IN_PROCESS`: facts of the running process. Suspension reads the state that it would destroy,
-the doctor the replaced allocators, a retry the other ranks. memguard calls these functions only for imported
-frameworks; they import, initialise and change nothing. A version may store a fact elsewhere, so a function may raise;
-the caller then reports that the fact could not be read.
+the doctor reads replaced allocators, and a retry reads the number of ranks. memguard calls these functions only for
+imported frameworks; they import, initialise and change nothing. A version may store a fact elsewhere, so a function may
+raise; the caller then reports that the fact could not be read.
 
 `probe.py` defines `probe(report)`, which the doctor runs in a process of its own (`_tools/doctor/probes/main.py`). The
-examined interpreter may lack memguard: `probe.py` uses the standard library alone, imports no memguard module at run
-time, and keeps to the syntax of Python 3.8.
+examined interpreter may lack memguard: `probe.py` imports only the standard library at run time, and uses the syntax of
+Python 3.8.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 Harm = Literal["crash", "fail", "hold", "wait"]
-"""An ungated call crashes the process; fails; waits in the driver and holds the GIL; waits there without it."""
+"""Effect of an ungated call: it crashes the process; fails; waits in the driver with the GIL held; waits without the
+GIL."""
 Touches = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 """Whether a call with these arguments needs a GPU."""
 
 
-class Entry(NamedTuple):
+class GatedFunction(NamedTuple):
     """A function: `module:name`, or `module:Class.name`. The last part may be a pattern, such as `cu*`.
 
     `why` names the driver's function behind it. `optional`: some versions or builds lack it. With `touches`, only calls
-    that need a GPU wait; the gate passes the others through. `but` are names that a pattern excludes: functions that
+    that need a GPU wait, and the gate lets all others pass. `but` are names that the pattern excludes: functions that
     the driver answers at once.
     """
 
@@ -42,50 +43,51 @@ class Entry(NamedTuple):
     but: tuple[str, ...] = ()
 
 
-class Kind(NamedTuple):
-    """A type, `module:Class`, whose objects are kept alive; `which` selects the objects to keep."""
+class KeptType(NamedTuple):
+    """A type, `module:Class`, whose objects the gate keeps alive; `which` selects the objects."""
 
     name: str
     why: str
     which: Callable[[Any], bool] | None = None
 
 
-class Native(NamedTuple):
+class NativeThread(NamedTuple):
     """A C++ thread of the framework that polls the driver (`_node/suspend/gates/native_threads.py`).
 
-    `library`: the beginning of the name of the file that stores the driver's addresses. `asks`: the polled driver
-    function; its answer CUDA_SUCCESS must be true for a process without work on its GPUs, and must end no wait.
-    `every`: seconds between two polls. `thread`: a text that the library's file contains if the library has the thread.
-    `live`: whether the framework has begun to use its GPUs.
+    `library`: the beginning of the name of the file that stores the driver's addresses. `polls`: the polled driver
+    function. memguard answers it with CUDA_SUCCESS, which must be true for a process without work on its GPUs, and must
+    end no wait. `every`: seconds between two polls. `thread`: a text that the library's file contains if the library
+    has the thread. `live`: whether the framework has begun to use its GPUs.
     """
 
     library: str
-    asks: str
+    polls: str
     every: float
     thread: bytes
     live: Callable[[], bool]
 
 
 class Gates(NamedTuple):
-    """A framework's table.
+    """A framework's gated functions.
 
-    `hook` is the module that is in `sys.modules` once the framework is imported. `waits` are the functions that wait.
-    `later` are functions that finalizers call: the gate defers them until it opens. `kept` are types whose destructors
-    call the driver: their objects, and the result of `holds`, stay alive until then. `imports` are further modules
-    whose import calls the driver. `left` are sentences on calls that no gate covers. `refuses` makes a block in which
-    functions without a Python name (operators) first call its argument with a readable name, on the thread that entered
-    the block only. `natives` are threads that no Python function can gate.
+    `hook` is the module that is in `sys.modules` once the framework is imported. `waits` are the functions that wait
+    while the process is suspended. `later` are functions that finalizers call: the gate defers them until it opens.
+    `kept_alive` are types whose destructors call the driver: the gate keeps their objects, and the result of `holds`,
+    alive until it opens. `imports` are further modules whose import calls the driver. `not_gated` are sentences about
+    calls that no gate covers. `refuses` makes a block in which functions without a Python name (operators) first call
+    its argument with a readable name, on the thread that entered the block only. `natives` are threads that no Python
+    function can gate.
     """
 
     hook: str
-    waits: tuple[Entry, ...]
-    later: tuple[Entry, ...] = ()
-    kept: tuple[Kind, ...] = ()
+    waits: tuple[GatedFunction, ...]
+    later: tuple[GatedFunction, ...] = ()
+    kept_alive: tuple[KeptType, ...] = ()
     holds: Callable[[], object] | None = None
     imports: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
+    not_gated: tuple[str, ...] = ()
     refuses: Callable[[Callable[[str], None]], AbstractContextManager[object]] | None = None
-    natives: tuple[Native, ...] = ()
+    natives: tuple[NativeThread, ...] = ()
 
 
 def entries(
@@ -97,38 +99,39 @@ def entries(
     optional: bool = False,
     touches: Touches | None = None,
     but: tuple[str, ...] = (),
-) -> tuple[Entry, ...]:
-    """An entry for each of the space-separated names."""
-    return tuple(Entry(f"{module}:{name}", harm, why, optional, touches, but) for name in names.split())
+) -> tuple[GatedFunction, ...]:
+    """One gated function for each of the space-separated names."""
+    return tuple(GatedFunction(f"{module}:{name}", harm, why, optional, touches, but) for name in names.split())
 
 
-def kinds(module: str, why: str, names: str, which: Callable[[Any], bool] | None = None) -> tuple[Kind, ...]:
-    """A kind for each of the space-separated types."""
-    return tuple(Kind(f"{module}:{name}", why, which) for name in names.split())
+def kinds(module: str, why: str, names: str, which: Callable[[Any], bool] | None = None) -> tuple[KeptType, ...]:
+    """One kept type for each of the space-separated names."""
+    return tuple(KeptType(f"{module}:{name}", why, which) for name in names.split())
 
 
 Modules = Mapping[str, Any]
 """Modules by name, as `sys.modules`."""
 Objects = Mapping[str, list[Any]]
-"""The live objects of the types that `InProcess.held` names, by the type's module."""
+"""The live objects of the types in `InProcess.held`, by the type's module."""
 
 
 class Question(NamedTuple):
-    """`ask` yields lines of text; `what` names the unreadable fact in the report if it raises."""
+    """`read` yields lines of text. If it raises, the report names the unreadable fact by `what`."""
 
     what: str
-    ask: Callable[[Modules, Objects], Iterator[str]]
+    read: Callable[[Modules, Objects], Iterator[str]]
 
 
 class InProcess(NamedTuple):
-    """The in-process facts of one framework.
+    """Functions that read one framework's facts in the running process.
 
     `modules`: for the doctor, the modules that show how far the framework is loaded. `held`: types whose live objects
     these functions inspect, as pairs of module and name; Python's collector finds the objects. `shares`: memory that
-    other processes share. `communicators`, `captures`, `profilers`: the live ones. `capturing`: whether this thread
-    captures a CUDA graph. `work_areas`: bytes in use on this thread's current GPU that are no arrays of the program.
-    `let_go`: free memory that the framework only caches for its next call; it may raise. `ranks`: the library that
-    counts this process's ranks, and their number or None. `swapped`: the replacement of the framework's own allocator.
+    other processes share. `communicators`, `captures`, `profilers`: those that are active. `capturing`: whether this
+    thread captures a CUDA graph. `work_areas`: bytes in use on this thread's current GPU that belong to no array of the
+    program. `free_caches`: free memory that the framework only caches for its next call; it may raise. `ranks`: the
+    library that knows the number of ranks, and that number or None. `swapped`: the name of the allocator that replaced
+    the framework's own, or None.
     """
 
     modules: tuple[str, ...] = ()
@@ -139,7 +142,7 @@ class InProcess(NamedTuple):
     profilers: tuple[Question, ...] = ()
     capturing: Callable[[Modules], bool] | None = None
     work_areas: Callable[[Modules], int | None] | None = None
-    let_go: Callable[[Modules], None] | None = None
+    free_caches: Callable[[Modules], None] | None = None
     ranks: tuple[str, Callable[[Modules], int | None]] | None = None
     swapped: Callable[[Modules], str | None] | None = None
 
@@ -150,13 +153,13 @@ def count(number: int, noun: str) -> str:
 
 
 class ProbeReport(Protocol):
-    """Sends the probe's findings to the doctor. Facts have their names in `_tools.doctor.facts.FrameworkFacts`."""
+    """Sends the probe's findings to the doctor. `_tools.doctor.facts.FrameworkFacts` defines the facts' names."""
 
     def put(self, **facts: Any) -> None:
         """Send facts of the framework."""
 
     def stage(self, name: str, quiet: bool = False) -> AbstractContextManager[None]:
-        """A step of the probe: `import`, `devices`, `compute`. An exception is reported and ends the probe."""
+        """One step of the probe: `import`, `devices` or `compute`. It reports an exception, which ends the probe."""
         ...
 
     def loaded(self) -> None:

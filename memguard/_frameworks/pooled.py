@@ -1,13 +1,15 @@
-"""Base classes of adapters in the shared pool: capped frameworks, and watched ones."""
+"""Base classes of the shared pool's adapters: for capped frameworks, and for watched ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from memguard._base.types import Applied, Device, Drift, Enforcement, Shortage, Usage
+from memguard._base.undo import Undo
 from memguard._base.units import round_up
-from memguard._frameworks.base import Framework, with_size
+from memguard._frameworks.base import Framework, attach_size
 from memguard._frameworks.driver_pages import PIECE
 from memguard._frameworks.shared_pool import SharedPool
 from memguard.errors import CapNotApplied
@@ -15,7 +17,7 @@ from memguard.errors import CapNotApplied
 UNIT = 512
 """Bytes. The driver rounds the pool's allocations up to this."""
 MOST_TIMES = 3
-"""Tries for a request that the pool refused: another thread may take the new room first."""
+"""Retries of a request that the pool refused, as another thread may use new room first."""
 
 
 class _Pooled(Framework):
@@ -27,17 +29,17 @@ class _Pooled(Framework):
 
 
 class PooledCapped(_Pooled):
-    """Base of an adapter with memguard's own allocator: its held memory is its live blocks."""
+    """Base of an adapter with memguard's own allocator. Its live blocks are its held memory."""
 
-    def give_back(self, device: Device, needed: int) -> None:
-        """Trim the whole pool: its cache belongs to all frameworks."""
+    def trim_partly(self, device: Device, needed: int) -> None:
+        """Trim the whole pool, as its cache belongs to all frameworks."""
         self.trim(device)
 
     def resize(self, caps: Mapping[str, int]) -> None:
         raise CapNotApplied(self.name, "the shared pool has a fixed size", "change the budget file and restart")
 
     def footprint(self, size: int) -> int:
-        """The bytes that it takes from the pool, which may serve them from a piece it already holds."""
+        """The bytes that it takes from the pool, which may have idle memory for them."""
         return round_up(size, UNIT)
 
     def unseen(self) -> str | None:
@@ -46,14 +48,16 @@ class PooledCapped(_Pooled):
     def _shortage_on(self, uuid: str, size: int, caps: Mapping[str, int]) -> Shortage:
         held, _ = self.shared_pool.figures(uuid) or (0, 0)
         needed = round_up(size, PIECE)
-        # If the cap allows the bytes, the GPU is full.
+        # The driver refused: if the cap has room for the bytes, the GPU is full.
         return Shortage(self.name, uuid, size, needed, held + needed <= caps.get(uuid, 0))
 
-    def _told_on(self, uuid: str, error: BaseException, size: int, caps: Mapping[str, int]) -> BaseException:
-        """The refused request's error with its size, after reporting the refusal."""
-        with_size(error, size)
+    def _with_reported_refusal(
+        self, uuid: str, error: BaseException, size: int, caps: Mapping[str, int]
+    ) -> BaseException:
+        """Report the refusal. Returns the error, with the requested size attached."""
+        attach_size(error, size)
         if uuid in caps:
-            self._refused(error, uuid, size, reclaimable=0)
+            self._report_refusal(error, uuid, size, reclaimable=0)
         return error
 
 
@@ -61,47 +65,24 @@ class PooledWatched(_Pooled):
     """Base of an adapter whose framework allocates from the device's default pool, without a limit."""
 
     def usage(self, device: Device) -> Usage | None:
-        """In-use bytes by the framework's own figure; the cache belongs to the whole pool."""
-        found = super().usage(device)  # type: ignore[safe-super]  # of the adapter that comes next
+        """In-use bytes, as the framework reports them; the cache belongs to the whole pool."""
+        found = super().usage(device)  # type: ignore[safe-super] # the next class in the order is an adapter
         if found is None:
             return None
         self.shared_pool.begin(self.name, device.uuid)
         return Usage(found.in_use, found.in_use, None if found.in_use is None else 0, peak=found.peak)
 
     def drift(self) -> Sequence[Drift]:
-        return []  # watched: there is no cap to break
+        return []  # a watched framework has no cap
 
-    def _watched(
-        self,
-        applied: Applied,
-        standing: dict[str, Any],
-        before: Mapping[str, Any],
-        stays: str,
-        note: str,
-        restore: Callable[[], None] | None = None,
-    ) -> Applied:
-        """The applied limits as watched, with the framework's bytes counted in the pool. The undo runs `restore` first.
-
-        `standing` are the limits that stay once the framework is live, `before` the limits of earlier budgets; `stays`
-        is the error's text for them.
-        """
+    def _watched(self, applied: Applied, note: str, undo: Undo) -> Applied:
+        """Turn applied limits into watched ones, and register the framework's count with the pool."""
         devices = {device.uuid: device for device in self.host.devices()}
 
         def counted(uuid: str) -> int:
             usage = self.usage(devices[uuid]) if uuid in devices else None
             return 0 if usage is None else usage.in_use or 0
 
-        def undo() -> None:
-            if restore is not None:
-                restore()
-            self.shared_pool.forget(self.name)
-            assert applied.undo is not None
-            try:
-                applied.undo()
-            except CapNotApplied:
-                standing.clear()  # it has no limit that could remain
-                standing.update(before)
-                raise CapNotApplied(self.name, stays, "restart the process") from None
-
+        undo.add(self.name, functools.partial(self.shared_pool.forget, self.name))
         self.shared_pool.count(self.name, counted)
-        return Applied(Enforcement.WATCHED, undo, notes=(*applied.notes, note))
+        return Applied(Enforcement.WATCHED, notes=(*applied.notes, note))

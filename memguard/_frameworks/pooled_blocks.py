@@ -1,4 +1,4 @@
-"""Base class of PyCUDA's and Numba's adapters in the shared pool: memguard allocates each of their blocks."""
+"""The base class of the shared pool's adapters of PyCUDA and Numba, whose blocks memguard allocates."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from typing import Any
 from memguard._base.types import Device, Usage
 from memguard._base.units import format_size
 from memguard._devices import contexts
-from memguard._devices.pool_blocks import Held, PoolBlocks
+from memguard._devices.pool_blocks import PoolBlock, PoolBlocks
 from memguard._frameworks.pooled import MOST_TIMES, PooledCapped
 from memguard._frameworks.shared_pool import SharedPool
 
 
 class PooledBlocks(PooledCapped):
-    """Base of an adapter whose allocations memguard makes in the shared pool."""
+    """Base of an adapter for which memguard allocates from the shared pool."""
 
     def __init__(self, host: Any, shared_pool: SharedPool) -> None:
         super().__init__(host, shared_pool)
         self._pool_caps: dict[str, int] = {}
 
     def usage(self, device: Device) -> Usage | None:
-        """Live bytes; the cache belongs to the whole pool. None if the framework has allocated nothing on the GPU."""
+        """The framework's live bytes; the cache belongs to the whole pool. None if the framework has allocated nothing
+        on the GPU."""
         blocks = self.shared_pool.blocks_on(self.name, device.uuid)
         if blocks is None:
             return None
@@ -29,7 +30,7 @@ class PooledBlocks(PooledCapped):
         return Usage(in_use, in_use, 0)
 
     def trim(self, device: Device) -> None:
-        """Release the pool's idle memory to the driver, after the framework's frees have run."""
+        """Wait for the framework's queued frees, then release the pool's idle memory to the driver."""
         blocks = self.shared_pool.blocks_on(self.name, device.uuid)
         if blocks is not None and contexts.initialised():
             blocks.wait()
@@ -42,8 +43,8 @@ class PooledBlocks(PooledCapped):
         blocks = self.shared_pool.blocks_on(self.name, uuid)
         return 0 if blocks is None else blocks.in_use()
 
-    def _from_pool(self, blocks: PoolBlocks, size: int, flush: Callable[[], object]) -> Held | None:
-        """A block; None if the pool has no room, even after `flush` and after siblings made room."""
+    def _from_pool(self, blocks: PoolBlocks, size: int, flush: Callable[[], object]) -> PoolBlock | None:
+        """Allocate a block; None if the pool has no room even after `flush` and after siblings made room."""
         held = blocks.take(size)
         for _ in range(MOST_TIMES):
             if held is not None:
@@ -51,15 +52,15 @@ class PooledBlocks(PooledCapped):
             flush()
             blocks.wait()
             held = blocks.take(size)
-            if held is not None or not self._short(self._shortage_on(self._here(), size, self._pool_caps)):
+            if held is not None or not self._request_room(self._shortage_on(self._here(), size, self._pool_caps)):
                 break
         return held
 
     def _here(self) -> str:
         return contexts.uuid_of(contexts.current())
 
-    def _no_room(self, size: int) -> str:
-        """The end of a refusal's sentence."""
+    def _no_room_text(self, size: int) -> str:
+        """The last part of a refusal's sentence."""
         uuid = self._here()
         held, used = self.shared_pool.figures(uuid) or (0, 0)
         return (
@@ -67,6 +68,6 @@ class PooledBlocks(PooledCapped):
             f"{format_size(self._pool_caps.get(uuid))}, holds {format_size(held)}, and {format_size(used)} are in use"
         )
 
-    def _told(self, error: BaseException, size: int) -> BaseException:
-        """The refused request's error with its size, after reporting the refusal."""
-        return self._told_on(self._here(), error, size, self._pool_caps)
+    def _with_reported_refusal_here(self, error: BaseException, size: int) -> BaseException:
+        """Report the refusal on the current GPU. Returns the error, with the requested size attached."""
+        return self._with_reported_refusal(self._here(), error, size, self._pool_caps)

@@ -1,21 +1,22 @@
-"""The adapters by name. A class is imported when a budget names its framework."""
+"""The adapters by name. An adapter is imported when a budget names its framework."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from memguard._base import specs
-from memguard._base.specs import SPECS
 from memguard._devices.host import Host
+from memguard._frameworks import specs
 from memguard._frameworks.base import Framework
+from memguard._frameworks.specs import SPECS
 
 if TYPE_CHECKING:
     from memguard._frameworks.shared_pool import SharedPool
 
 
 def create(name: str, host: Host) -> Framework:
-    """The framework's adapter on this host; on simulated GPUs, its simulated stand-in. KeyError if it has no row."""
+    """Create the framework's adapter for this host, or its simulated one on simulated GPUs. KeyError if it has no
+    row."""
     if host.simulated:
         from memguard._devices.simulated import SimulatedHost
         from memguard._frameworks.simulated.adapter import SimulatedFramework
@@ -27,16 +28,18 @@ def create(name: str, host: Host) -> Framework:
 
 
 def client(name: str, host: Host, shared_pool: SharedPool) -> Framework:
-    """The framework's adapter for the shared pool, which becomes its client. Its row must support the pool."""
+    """Create the framework's adapter for the shared pool, and register it as a client. Its row must support the
+    pool."""
     framework: Framework = specs.load(name, "pooled", SPECS[name].pooled)(host, shared_pool)
     shared_pool.adapters[name] = framework
     return framework
 
 
 def cures(names: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Apply the cures in these frameworks' rows for conflicts of their libraries in one process. They are permanent.
+    """Apply the cures in these frameworks' rows for conflicts between their libraries. A cure is permanent in the
+    process.
 
-    Yields, for each cure that was needed, its framework, the other framework, and a sentence on the change.
+    Yields for each needed cure its framework, the other framework, and a sentence about the change.
     """
     for name in names:
         for other, cure in SPECS[name].cures:

@@ -1,7 +1,7 @@
-"""Replaces a framework's functions, so that a setting made later meets the cap.
+"""Replaces a framework's functions, to apply the cap to the user's later settings.
 
-A replacement has the name, docstring and signature of its original. One undo restores all of them, even after an
-interrupted attempt.
+A replacement has its original's name, docstring and signature. One undo restores all originals; after an interruption
+it can be repeated.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Replacements:
     ) -> bool:
         """Replace `owner.name`, of a module or a class, with `wrap(original)`. False if there is no such function.
 
-        A replacement kept by other code calls the original after `undo`. With `direct` the replacement tests `active`
-        itself: that saves a second function call.
+        After `undo`, a replacement that other code still references calls the original. With `direct` the replacement
+        tests `active` itself, which saves a function call.
         """
         original = getattr(owner, name, None)
         if not callable(original):
@@ -39,9 +39,10 @@ class Replacements:
             return (replacement if self.active else original)(*args, **kwargs)
 
         call = replacement if direct else pass_on
-        with contextlib.suppress(AttributeError, TypeError):  # a built-in function may lack some of these
+        with contextlib.suppress(AttributeError, TypeError):  # a built-in function may lack some of these attributes
             update_wrapper(call, original)
-        # The class's own entry: a static method stays static, and an inherited name is inherited again.
+        # The entry in the class's own dictionary: a static method stays static, and an inherited name is inherited
+        # again.
         entry = owner, name, vars(owner).get(name, _ABSENT), call
         self._replaced.append(entry)  # recorded before the change, so that an interruption leaves no replacement
         setattr(owner, name, call)
@@ -50,8 +51,8 @@ class Replacements:
     def undo(self) -> None:
         """Restore all originals, last first; a second call continues an interrupted one.
 
-        It leaves a function that other code has replaced since. Where that function calls memguard's replacement, the
-        replacement now calls the original.
+        It does not restore a function that other code has replaced since. If that function calls memguard's
+        replacement, the replacement calls the original from now on.
         """
         self.active = False
         while self._replaced:

@@ -1,7 +1,8 @@
-"""Finds CUDA contexts other than a GPU's primary one. It only reads: it creates and changes no context.
+"""Finds CUDA contexts other than a GPU's primary one. It creates and changes no context.
 
-The driver does not list contexts. Known are those that PyCUDA's modules created at their import, those of PyCUDA's
-pools, and those current on the calling thread. Another thread's context may stay unknown until that thread reads.
+The driver does not list contexts. This module knows the contexts that PyCUDA's modules created at their import, the
+contexts of PyCUDA's pools, and the calling thread's current ones. Another thread's context may stay unknown until that
+thread makes a reading.
 """
 
 from __future__ import annotations
@@ -14,24 +15,23 @@ from memguard._frameworks.pycuda import contexts as pycuda_contexts
 from memguard.errors import DeviceError
 
 
-def beside(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:
-    """The creator of each context of the GPU other than the primary one, by handle. `pools`: contexts of PyCUDA's
-    pools.
+def find(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:
+    """The creator of each second context of the GPU, by the context's handle. `pools`: contexts of PyCUDA's pools.
 
     Never raises. Without a primary context there is no second one: the first context of any kind counts as primary.
     """
     try:
-        return _beside(ordinal, pools)
-    except Exception as error:  # the driver shuts down, or PyCUDA is half imported: the reading continues without it
+        return _find(ordinal, pools)
+    except Exception as error:  # the driver shuts down, or PyCUDA is half imported: the reading continues
         _log.debug("second contexts: %s: %s", type(error).__name__, error)
         return {}
 
 
-def _beside(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
+def _find(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
     known, here, ours = contexts.primary_known(ordinal), contexts.current_handle(), pycuda_contexts.pushed()
     alone = known is not None and {here, ours, *pools} <= {known, None}
     if alone and not pycuda_contexts.automatic_made():
-        return {}  # the usual case; with a released primary context there is no second one either
+        return {}  # the usual case, also after the release of the primary context
     primary = contexts.primary_now(ordinal)
     if primary is None:
         return {}

@@ -1,11 +1,11 @@
-"""The driver pool shared by several frameworks under `strategy: pool`: creation, accounting and undo.
+"""The driver pool that several frameworks share under `strategy: pool`: creation, accounting and undo.
 
 Measured on an H200: with a current pool of `maxSize` 4 GiB, torch's `cudaMallocAsync` and CuPy's async allocator stop
 at 4,096 MiB together, and each reuses blocks that the other freed. The release threshold is "never": freed memory stays
-in the pool for the next request. Other code sets the threshold too (CuPy's `MemoryAsyncPool.set_limit` does), so each
-reading checks it and sets it again.
+in the pool for the next request. Other code may change the threshold (CuPy's `MemoryAsyncPool.set_limit` does), so each
+reading checks it and restores it.
 
-The frameworks do not know each other: each registers its own count here, under its name.
+Each framework registers here the function that counts its bytes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memguard._base.logs import log as _log
-from memguard._base.types import Device, Drift, Usage
+from memguard._base.types import POOL, Device, Drift, Usage, cached
 from memguard._base.units import format_size, round_up
-from memguard._budget import policy, shared_pool
 from memguard._devices import contexts
 from memguard._frameworks.base import Allocator, Framework
 from memguard._frameworks.driver_pages import PIECE, returned_by_trim
+from memguard._frameworks.specs import pool_capped
 from memguard.errors import CapNotApplied, DeviceError
 
 if TYPE_CHECKING:
@@ -29,22 +29,23 @@ if TYPE_CHECKING:
 
 
 class SharedPool(Allocator):
-    """One pool for each GPU. `caps` is its size in bytes by UUID; `warn` is called with changes by other code.
+    """One pool for each GPU. `caps` is the pools' size in bytes by UUID. It calls `warn` with each change by other
+    code.
 
-    `capped`: the driver refuses requests above that size. Else it is the device's default pool, the only one that
-    TensorFlow and JAX use, which has no maximum size: memguard's own allocators refuse, the other frameworks are
-    watched.
+    `capped`: the driver refuses requests above that size. Otherwise the pool is the device's default pool, the only one
+    that TensorFlow and JAX use. That has no maximum size, so memguard's own allocators refuse, and the other frameworks
+    are only watched.
     """
 
-    name, asks = shared_pool.POOL, True
+    name, requests_room = POOL, True
 
     def __init__(self, caps: Mapping[str, int], warn: Callable[[str], None], clients: Sequence[str] = ()) -> None:
-        self.caps, self.clients, self.capped = dict(caps), tuple(clients), shared_pool.capped(clients)
+        self.caps, self.clients, self.capped = dict(caps), tuple(clients), pool_capped(clients)
         self.adapters: dict[str, Framework] = {}
-        """The clients' adapters by name. `registry` adds them."""
+        """The clients' adapters by name, filled by `registry`."""
         self._warn = warn
         self._pools: dict[str, CappedPool | DefaultPool] = {}
-        self._limits: dict[str, PoolCap] = {}  # caps of pools that the driver does not cap
+        self._limits: dict[str, PoolCap] = {}  # caps that memguard enforces, of pools that the driver does not cap
         self._ordinals: dict[str, int] = {}
         self._counts: dict[str, Callable[[str], int]] = {}
         self._blocks: dict[tuple[str, int], PoolBlocks] = {}  # by framework and context
@@ -53,10 +54,10 @@ class SharedPool(Allocator):
         self._making = self._over = False
 
     def use(self, framework: str, uuid: str, ordinal: int) -> CappedPool | DefaultPool | None:
-        """The GPU's pool, made the current one at the first call. CUDA must be initialised.
+        """The GPU's pool. The first call creates it and makes it the current one. CUDA must be initialised.
 
-        Called within allocations. None for a GPU without a cap, after the end, and for a signal handler or a finalizer
-        that allocates during the pool's creation. Raises CapNotApplied if the driver cannot create it.
+        Allocations call it. None for a GPU without a cap, after `restore`, and for a signal handler or a finalizer that
+        allocates during the pool's creation. Raises CapNotApplied if the driver cannot create the pool.
         """
         pool = self._pools.get(uuid)
         if pool is not None or uuid not in self.caps:
@@ -88,7 +89,8 @@ class SharedPool(Allocator):
         return pool
 
     def blocks(self, framework: str) -> PoolBlocks | None:
-        """The framework's blocks on the GPU of this thread's current primary context; None without a pool there.
+        """The framework's blocks on the GPU of this thread's current context. None if that is no primary context, or
+        without a pool.
 
         Raises CapNotApplied as `use` does.
         """
@@ -111,11 +113,11 @@ class SharedPool(Allocator):
         return found
 
     def blocks_on(self, framework: str, uuid: str) -> PoolBlocks | None:
-        """The framework's blocks on a GPU; None if it has had none."""
+        """The framework's blocks on a GPU; None if it never allocated there."""
         return self._of.get((framework, uuid))
 
     def begin(self, framework: str, uuid: str) -> None:
-        """Create the pool at the first reading of a framework with its own allocator."""
+        """Create the pool, at the first reading of a framework with its own allocator."""
         if uuid in self._pools or self._over:
             return
         ordinal = contexts.ordinals().get(uuid)
@@ -123,7 +125,7 @@ class SharedPool(Allocator):
             self.use(framework, uuid, ordinal)
 
     def limit(self, uuid: str) -> PoolCap | None:
-        """The cap that allocators check before an allocation, if the driver does not cap the pool; None if it does."""
+        """The cap that allocators check before an allocation; None if the driver caps the pool."""
         return self._limits.get(uuid)
 
     def count(self, framework: str, counted: Callable[[str], int]) -> None:
@@ -145,11 +147,11 @@ class SharedPool(Allocator):
     def remainder(self, uuid: str) -> int:
         """Bytes in use that no registered framework counts."""
         found = self.figures(uuid)
-        return 0 if found is None else shared_pool.counted(found[1], self._counted(uuid))
+        return 0 if found is None else remainder(found[1], self._counted(uuid))
 
     def usage(self, device: Device) -> Usage | None:
-        """The whole pool; None before it exists. `reclaimable` is None while a block is live: idle memory serves each
-        request of a client, but a trim returns whole pieces only."""
+        """Usage of the whole pool; None before it exists. `reclaimable` is None while a block is live: idle memory
+        serves any client's request, but a trim releases only whole pieces."""
         found = self.figures(device.uuid)
         if found is None:
             return None
@@ -158,34 +160,35 @@ class SharedPool(Allocator):
         return Usage(reserved, used, None if used else reserved)
 
     def trim(self, device: Device) -> None:
-        """Release all idle memory, after the frees of the pool's clients have run."""
+        """Release all idle memory, after the clients' queued frees have run."""
         for framework in self.adapters.values():
             if framework.usage(device) is not None:
                 framework.trim(device)
         self.release(device.uuid)  # TensorFlow and JAX have no function to synchronise
 
-    def give_back(self, device: Device, needed: int) -> None:
-        """Release at least `needed` idle bytes in whole pieces: first the memory that is idle now, without waiting.
+    def trim_partly(self, device: Device, needed: int) -> None:
+        """Release at least `needed` idle bytes in whole pieces. First releases memory that is idle now, without
+        waiting.
 
-        To the driver, memory is in use while its free is queued behind work. So if too little is idle, each client
-        synchronises as before its own trim.
+        For the driver, memory is in use while its free is queued behind other work. So if too little is idle, each
+        client synchronises as in its own trim.
         """
         if self._shrink(device.uuid, needed) < needed:
             self.trim(device)
 
     def reusable(self, usage: Usage) -> int:
-        """All idle memory: it serves each request of a client, also where a trim would return none of it."""
-        return policy.cached(usage)
+        """All idle memory. It serves any client's request, even if a trim would release none of it."""
+        return cached(usage)
 
     def fixed(self) -> bool:
         return True
 
     def cache(self, device: Device, counted: int, remainder: bool) -> Usage | None:
-        """The ledger's row: the pool's memory beyond the bytes `counted` by frameworks, the common cache. None if there
-        is no pool.
+        """The ledger's row for the common cache: the pool's memory beyond the bytes that frameworks count (`counted`).
+        None if there is no pool.
 
-        `remainder`: the uncounted bytes belong to a framework. Else they belong to other code that uses the current
-        pool, and are in use here. Sets the release threshold again if other code changed it.
+        `remainder`: a framework owns the uncounted bytes. Otherwise other code that uses the current pool owns them,
+        and this row counts them as in use. Restores the release threshold if other code changed it.
         """
         found = self.figures(device.uuid)
         if found is None:
@@ -203,16 +206,16 @@ class SharedPool(Allocator):
 
     def _shrink(self, uuid: str, needed: int) -> int:
         """Release whole pieces of idle memory to the driver, at least `needed` bytes if so many are idle. Returns the
-        bytes by which the pool shrank."""
+        released bytes."""
         pool = self._pools.get(uuid)
         if pool is None:
             return 0
         before = pool.reserved()
-        pool.trim(max(before - round_up(needed, PIECE), 0))  # the pool keeps at least so many bytes
+        pool.trim(max(before - round_up(needed, PIECE), 0))  # the least size of the pool after the trim
         return before - pool.reserved()
 
     def drift(self) -> list[Drift]:
-        """Why the joint cap no longer holds for the frameworks that use the current pool; mostly empty."""
+        """Changes that broke the joint cap for frameworks that use the current pool; mostly empty."""
         change = "another memory pool was made current on cuda:{} after memguard.init"
         return [
             Drift(change.format(self._ordinals[uuid]), "its cap does not hold")
@@ -221,7 +224,7 @@ class SharedPool(Allocator):
         ]
 
     def restore(self) -> None:
-        """Make the former pools current again. The driver destroys each of these with its last allocation.
+        """Make the former pools current again. The driver destroys each pool of this object with its last allocation.
 
         A second call continues an interrupted one.
         """
@@ -233,7 +236,7 @@ class SharedPool(Allocator):
             self._pools.pop(uuid, None)
 
     def forked(self) -> None:
-        """In a forked child, which cannot use CUDA, drop the pools."""
+        """In a forked child: drop the pools, as the child cannot use CUDA."""
         self._lock, self._pools, self._over = threading.RLock(), {}, True
         self._blocks, self._of, self._limits = {}, {}, {}
 
@@ -252,3 +255,8 @@ class SharedPool(Allocator):
                 f"the shared pool's release threshold on cuda:{self._ordinals[device.uuid]} was set to "
                 f"{format_size(found)} by somebody else; memguard has set it to 'never' again"
             )
+
+
+def remainder(used: int, others: Mapping[str, int]) -> int:
+    """Bytes in use in the pool that no other framework counts. Clamped at 0: the readings differ in time."""
+    return max(used - sum(others.values()), 0)

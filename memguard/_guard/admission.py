@@ -14,49 +14,73 @@ from memguard._base.types import Device, DevicePlan, MemoryInfo, Room, Usage, Wo
 from memguard._base.units import format_size, parse_duration, parse_size
 from memguard._budget import policy, shared_pool
 from memguard._devices import suspension
-from memguard._guard import queue, refusals, reservations
+from memguard._guard import queue, refusals
 from memguard._guard.caps import Callbacks, CapTable
 from memguard._guard.elastic import ElasticCaps
 from memguard._guard.queue import ReservationQueue, Ticket
-from memguard._guard.refusals import Look, Waiting
-from memguard._guard.reservations import EMPTY, Asked, Reservation, Reservations, Verdict
+from memguard._guard.refusals import Snapshot, Waiting
+from memguard._guard.reservations import (
+    EMPTY,
+    AdmissionResult,
+    Request,
+    Reservation,
+    Reservations,
+    admit,
+    begun,
+    ended,
+    frameworks_to_read,
+    queued,
+    reserved_not_taken,
+    served_before,
+    why_waiting_is_useless,
+    with_lower_bases,
+)
 from memguard._ledger.overhead import totals
 from memguard._oom import hooks
 from memguard.errors import BudgetExceeded, MemguardError
 
-_FIRST, _LAST = 0.05, 0.5
+_FIRST_PAUSE, _LAST_PAUSE = 0.05, 0.5
 """Seconds between two attempts of a waiting workload, doubling from the first value to the last. The end of another
 workload triggers an attempt at once."""
-_LOOKS = 4
-"""The most readings in one attempt. Workloads may begin, end and allocate between two readings."""
+_MAX_READINGS = 4
+"""The most readings in one attempt. It reads again because workloads may begin, end or allocate between two
+readings."""
 
 
-_TRIES = 1000
-"""Failed compare-and-swap attempts to reserve free memory before the workload is refused."""
+_MAX_ATTEMPTS = 1000
+"""The most attempts to reserve free memory by compare-and-swap. If all fail, the workload is refused."""
 
 
 class _Work(NamedTuple):
-    """The request of one workload. `began` and `deadline` are values of `time.monotonic()`."""
+    """The request of one workload. `began` and `deadline` are times of `time.monotonic()`."""
 
     ticket: Ticket
     name: str
     framework: str
     needed: int
     devices: Sequence[Device]
-    mine: frozenset[int]
+    enclosing: frozenset[int]
     began: float
     deadline: float
 
     @property
-    def entry(self) -> Reservation:
+    def reservation(self) -> Reservation:
         uuids = tuple(device.uuid for device in self.devices)
         return Reservation(
-            self.ticket.number, self.name, self.framework, self.needed, uuids, self.began, queue.who(), self.mine
+            self.ticket.number,
+            self.name,
+            self.framework,
+            self.needed,
+            uuids,
+            self.began,
+            queue.owner_name(),
+            self.enclosing,
         )
 
 
 class Admission:
-    """Admission control for one budget. `find_drift` checks whether a framework's cap still holds."""
+    """Admission control for one budget. `find_drift` checks whether a framework's cap still holds, and records what
+    broke it."""
 
     def __init__(
         self, caps: CapTable, elastic: ElasticCaps, callbacks: Callbacks, find_drift: Callable[[str], None]
@@ -67,55 +91,69 @@ class Admission:
     @property
     def working(self) -> bool:
         """Whether a workload with a reservation is running."""
-        return bool(self.queue.settled().active)
+        return bool(self.queue.prune().active)
 
-    def not_taken_now(self, framework: str, uuid: str) -> int:
-        """As `not_taken`, but read `in_use` from the framework. Takes no lock, so an allocation may call it."""
-        return 0 if self.queue.current is EMPTY else self.not_taken(framework, uuid, self._in_use(framework).get(uuid))
+    def read_reserved_not_taken(self, framework: str, uuid: str) -> int:
+        """Like `reserved_not_taken`, but read `in_use` from the framework. Takes no lock: an allocation may call it."""
+        return (
+            0
+            if self.queue.current is EMPTY
+            else self.reserved_not_taken(framework, uuid, self._in_use(framework).get(uuid))
+        )
 
-    def not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
-        """Bytes that the framework's workloads have reserved on a GPU and not yet allocated. `in_use` None: unknown."""
+    def reserved_not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
+        """Bytes that the framework's workloads have reserved on a GPU and not yet allocated. `in_use` is None if
+        unknown."""
         if self.queue.current is EMPTY:
             return 0
-        book = self.queue.view()
-        if (framework, uuid) not in book.bases:
+        reservations = self.queue.pruned()
+        if (framework, uuid) not in reservations.bases:
             return 0
-        return reservations.reserved_not_taken(book, framework, uuid, in_use)
+        return reserved_not_taken(reservations, framework, uuid, in_use)
 
     # require
 
     def fits(self, framework: str, needed: int, device: Device) -> bool:
         """Whether `needed` bytes fit on that GPU now, in addition to all reservations. Trims nothing."""
-        return self._look(framework, needed, device, queue.within()).fits
+        return self._read_snapshot(framework, needed, device, queue.enclosing_tickets()).fits
 
     def require(self, framework: str, needed: int, device: Device) -> None:
         """Raise BudgetExceeded if the memory is not available after trims. Callers hold the guard's lock."""
         before: object = None
         room: Room | None = None
-        again = functools.partial(self._look, framework, needed, device, queue.within(), everyone=True)
-        for number in range(1, _LOOKS + 1):
-            look = again()
-            if look.fits:
+        again = functools.partial(
+            self._read_snapshot, framework, needed, device, queue.enclosing_tickets(), all_frameworks=True
+        )
+        for number in range(1, _MAX_READINGS + 1):
+            snapshot = again()
+            if snapshot.fits:
                 return
-            if room is None and (room := refusals.no_room(framework, look)) is None:
-                room = self._make_room(framework, needed, look, again)
-            elif look.verdict.refusal is None:
-                raise refusals.stuck(framework, needed, look)
-            elif not look.verdict.reserved or before == (look.book, look.in_use) or number == _LOOKS:
-                raise refusals.refused(framework, needed, _at_most(framework, look, again), room, time.monotonic())
-            before = look.book, look.in_use  # another thread may be allocating: refuse if nothing changes
+            if room is None and (room := refusals.no_room(framework, snapshot)) is None:
+                room = self._make_room(framework, needed, snapshot, again)
+            elif snapshot.result.refusal is None:
+                raise refusals.trim_failed(framework, needed, snapshot)
+            elif (
+                not snapshot.result.reserved
+                or before == (snapshot.reservations, snapshot.in_use)
+                or number == _MAX_READINGS
+            ):
+                raise refusals.refused(framework, needed, _at_most(framework, snapshot, again), room, time.monotonic())
+            before = (
+                snapshot.reservations,
+                snapshot.in_use,
+            )  # another thread may be allocating: refuse if nothing changes
 
-    def _make_room(self, framework: str, needed: int, look: Look, again: Callable[..., Look]) -> Room:
+    def _make_room(self, framework: str, needed: int, snapshot: Snapshot, again: Callable[..., Snapshot]) -> Room:
         """Raise the cap and trim siblings, leaving room for all reservations. Callers hold the guard's lock."""
-        caps, elastic, device = self._caps, self._elastic, look.part.device
+        caps, elastic, device = self._caps, self._elastic, snapshot.device_plan.device
         if why := elastic.why_trim_forbidden():
             _log.info("%s: nothing is trimmed", why.text)
             return Room({}, None, 0, {})
         footprint = caps.framework(framework).footprint(needed)
-        if again(cap=refusals.most(look.part, framework)).verdict.refusal is not None:
-            return Room({}, None, 0, {})  # too little even at the highest cap
-        room = elastic.reclaimer.make_room(device, framework, footprint + look.verdict.beside)
-        if look.book is not EMPTY and (still := again().verdict.trim):  # reserved memory must be free too
+        if again(cap=refusals.highest_cap(snapshot.device_plan, framework)).result.refusal is not None:
+            return Room({}, None, 0, {})  # too little memory even at the highest cap
+        room = elastic.reclaimer.make_room(device, framework, footprint + snapshot.result.reserved_under_cap)
+        if snapshot.reservations is not EMPTY and (still := again().result.trim):  # reserved memory must be free too
             elastic.trim_idle(still, device)
         return room
 
@@ -126,12 +164,12 @@ class Admission:
     ) -> tuple[WorkloadReport, End]:
         """Begin a workload and reserve its memory until its end. Blocks this thread for at most `wait`."""
         report, ticket = WorkloadReport(name, framework), None
-        work = self._asked(report, needs, wait)
+        work = self._workload_request(report, needs, wait)
         if work is None:
             return self._begun(report, None)
         try:
             ticket = work.ticket
-            for seconds in self._turn(work, report):
+            for seconds in self._attempts(work, report):
                 ticket.pause(seconds)
             return self._begun(report, ticket)
         except BaseException:
@@ -141,21 +179,23 @@ class Admission:
     async def begin_in_loop(
         self, name: str, framework: str, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """As `begin`, but does not block the event loop while it waits."""
+        """Like `begin`, but does not block the event loop while it waits."""
         report, ticket = WorkloadReport(name, framework), None
-        work = self._asked(report, needs, wait)
+        work = self._workload_request(report, needs, wait)
         if work is None:
             return self._begun(report, None)
         try:
             ticket = work.ticket
-            for seconds in self._turn(work, report):
+            for seconds in self._attempts(work, report):
                 await ticket.pause_in_loop(seconds)
             return self._begun(report, ticket)
         except BaseException:
             self._leave(framework, ticket)
             raise
 
-    def _asked(self, report: WorkloadReport, needs: int | str | None, wait: float | str | None) -> _Work | None:
+    def _workload_request(
+        self, report: WorkloadReport, needs: int | str | None, wait: float | str | None
+    ) -> _Work | None:
         """Run a checkpoint and return the workload's request; None if it reserves nothing."""
         caps, needed, patience = self._caps, 0, 0.0
         if needs is not None or wait is not None:
@@ -176,18 +216,21 @@ class Admission:
         self._find_drift(report.framework)
         caps.check_active()
         caps.framework(report.framework)
-        now, devices = time.monotonic(), [part.device for part in caps.used_by(report.framework)]
-        mine = queue.within() & self.queue.settled().ids
-        return _Work(self.queue.ticket(), report.name, report.framework, needed, devices, mine, now, now + patience)
+        now, devices = time.monotonic(), [device_plan.device for device_plan in caps.used_by(report.framework)]
+        enclosing = queue.enclosing_tickets() & self.queue.prune().ids
+        return _Work(
+            self.queue.ticket(), report.name, report.framework, needed, devices, enclosing, now, now + patience
+        )
 
-    def _turn(self, work: _Work, report: WorkloadReport) -> Iterator[float]:
-        """Try to reserve until admitted. Yields the seconds to wait before the next attempt; raises BudgetExceeded."""
-        pause, waits = _FIRST, False
+    def _attempts(self, work: _Work, report: WorkloadReport) -> Iterator[float]:
+        """Try to reserve until the workload is admitted. Yields the seconds to wait before each further attempt. Raises
+        BudgetExceeded at the deadline, or if waiting is useless."""
+        pause, waits = _FIRST_PAUSE, False
         while True:
             if suspension.now is not None:  # suspended while waiting: nothing can be reserved until `resume`
                 if time.monotonic() >= work.deadline:
                     raise suspension.refused(f"workload {work.name!r}")
-                yield min(_LAST, work.deadline - time.monotonic())
+                yield min(_LAST_PAUSE, work.deadline - time.monotonic())
                 continue
             if (refused := self._try(work)) is None:
                 break
@@ -198,22 +241,22 @@ class Admission:
             del error, refused
             if not waits:
                 waits = self._queue(work)
-                continue  # a workload that ended before this did not wake it
+                continue  # a workload that ended before did not wake this one
             yield min(pause, work.deadline - now)
-            pause = min(2 * pause, _LAST)
+            pause = min(2 * pause, _LAST_PAUSE)
         report.waited = time.monotonic() - work.began if waits else 0.0
         report.reserved = work.needed
 
     def _queue(self, work: _Work) -> bool:
         while True:
-            book = self.queue.settled()
-            if self.queue.replace(book, reservations.queued(book, work.entry._replace(size=work.needed))):
+            reservations = self.queue.prune()
+            if self.queue.replace(reservations, queued(reservations, work.reservation._replace(size=work.needed))):
                 return True
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:
-        """Reserve the memory if it is available now. Else return the error, and whether waiting is useless.
-
-        Other threads may change reservations or caps between a reading and the reservation. The loop is bounded.
+        """Reserve the memory if it is available now. Else return the error, and whether waiting is useless. The loop
+        tries again if another thread changed reservations or caps between the reading and the reservation, at most
+        `_MAX_ATTEMPTS` times.
         """
         rooms: dict[str, Room] = {}
         before: object = None
@@ -221,63 +264,73 @@ class Admission:
         while True:
             number += 1
             self._caps.check_active()
-            looks: list[Look] = []
+            snapshots: list[Snapshot] = []
             for device in work.devices:
-                looks.append(self._look_for(work, device, looks[-1].book if looks else None))
-            short = next((look for look in looks if not look.fits), None)
+                snapshots.append(self._snapshot_for(work, device, snapshots[-1].reservations if snapshots else None))
+            short = next((snapshot for snapshot in snapshots if not snapshot.fits), None)
             if short is None:
-                if self._reserve(work, looks):
+                if self._reserve(work, snapshots):
                     return None
-                if number >= _TRIES:
-                    return _contended(work, looks[0]), False
+                if number >= _MAX_ATTEMPTS:
+                    return _contended(work, snapshots[0]), False
                 continue
-            uuid, verdict = short.part.device.uuid, short.verdict
+            uuid, result = short.device_plan.device.uuid, short.result
             if uuid not in rooms:
                 rooms[uuid] = self._room_for(work, short)
-            elif verdict.refusal is None:
-                return refusals.stuck(work.framework, work.needed, short), False
-            elif not verdict.reserved or number >= _LOOKS or before == (short.book, short.in_use):
+            elif result.refusal is None:
+                return refusals.trim_failed(work.framework, work.needed, short), False
+            elif not result.reserved or number >= _MAX_READINGS or before == (short.reservations, short.in_use):
                 return self._refused(work, short, rooms[uuid])
-            before = short.book, short.in_use  # another thread may be allocating: refuse if nothing changes
+            before = short.reservations, short.in_use  # another thread may be allocating: refuse if nothing changes
 
-    def _look_for(self, work: _Work, device: Device, book: Reservations | None = None, cap: int | None = None) -> Look:
-        return self._look(work.framework, work.needed, device, work.mine, work.ticket.number, book, cap=cap)
+    def _snapshot_for(
+        self, work: _Work, device: Device, reservations: Reservations | None = None, cap: int | None = None
+    ) -> Snapshot:
+        return self._read_snapshot(
+            work.framework, work.needed, device, work.enclosing, work.ticket.number, reservations, cap=cap
+        )
 
-    def _room_for(self, work: _Work, look: Look) -> Room:
-        if (none := refusals.no_room(work.framework, look)) is not None:
+    def _room_for(self, work: _Work, snapshot: Snapshot) -> Room:
+        if (none := refusals.no_room(work.framework, snapshot)) is not None:
             return none
         with self._caps.lock:
             self._caps.check_active()
             return self._make_room(
-                work.framework, work.needed, look, functools.partial(self._look_for, work, look.part.device)
+                work.framework,
+                work.needed,
+                snapshot,
+                functools.partial(self._snapshot_for, work, snapshot.device_plan.device),
             )
 
-    def _reserve(self, work: _Work, looks: Sequence[Look]) -> bool:
-        """Compare-and-swap: add the reservation to the version that the readings used. False if it was replaced."""
-        in_use = {look.part.device.uuid: look.in_use.get(work.framework) for look in looks}
-        covered = all(look.verdict.covered for look in looks)
-        entry = work.entry._replace(since=time.monotonic(), size=0 if covered else work.needed)
-        queue.enter(work.ticket, work.mine)
-        book = looks[-1].book
-        if not self.queue.replace(book, reservations.begun(book, entry, in_use)):
+    def _reserve(self, work: _Work, snapshots: Sequence[Snapshot]) -> bool:
+        """Add the reservation by compare-and-swap. False if the reservations have changed since the readings."""
+        in_use = {snapshot.device_plan.device.uuid: snapshot.in_use.get(work.framework) for snapshot in snapshots}
+        covered = all(snapshot.result.covered for snapshot in snapshots)
+        reservation = work.reservation._replace(since=time.monotonic(), size=0 if covered else work.needed)
+        queue.enter(work.ticket, work.enclosing)
+        reservations = snapshots[-1].reservations
+        if not self.queue.replace(reservations, begun(reservations, reservation, in_use)):
             return False
-        # From here on no cap is lowered below the reserved bytes. A cap may have been lowered since the reading.
-        caps = [(self._caps.part(look.part.device.uuid).caps, look.part.caps) for look in looks]
+        # From here on no cap is lowered below the reserved bytes. But a cap may have been lowered after the reading.
+        caps = [
+            (self._caps.device_plan(snapshot.device_plan.device.uuid).caps, snapshot.device_plan.caps)
+            for snapshot in snapshots
+        ]
         if all(now[work.framework] >= then[work.framework] for now, then in caps):
             return True
         while True:
-            book = self.queue.settled()
-            if self.queue.replace(book, reservations.ended(book, entry.id, in_use)):
+            reservations = self.queue.prune()
+            if self.queue.replace(reservations, ended(reservations, reservation.id, in_use)):
                 return False
 
-    def _refused(self, work: _Work, look: Look, room: Room) -> tuple[BudgetExceeded, bool]:
-        part, most = look.part, refusals.most(look.part, work.framework)
+    def _refused(self, work: _Work, snapshot: Snapshot, room: Room) -> tuple[BudgetExceeded, bool]:
+        device_plan, most = snapshot.device_plan, refusals.highest_cap(snapshot.device_plan, work.framework)
         waiting = Waiting(work.ticket.number, work.began, work.deadline)
-        shown = _at_most(work.framework, look, functools.partial(self._look_for, work, part.device))
+        shown = _at_most(work.framework, snapshot, functools.partial(self._snapshot_for, work, device_plan.device))
         error = refusals.refused(work.framework, work.needed, shown, room, time.monotonic(), waiting)
-        asked = self._question(work.framework, work.needed, part, self.queue.here(work.mine))
-        rest = part.limit - part.reserve
-        why = None if look.verdict.covered else reservations.never(look.book, asked, rest, most)
+        request = self._request(work.framework, work.needed, device_plan, self.queue.created_here(work.enclosing))
+        rest = device_plan.limit - device_plan.reserve
+        why = None if snapshot.result.covered else why_waiting_is_useless(snapshot.reservations, request, rest, most)
         if why is not None:
             error = BudgetExceeded(work.framework, work.needed, error.available, why)
         return error, why is not None or work.needed > most
@@ -295,27 +348,28 @@ class Admission:
         error: BaseException | None,
     ) -> None:
         seconds = time.monotonic() - began
-        book = EMPTY if ticket is None else self.queue.settled()
+        reservations = EMPTY if ticket is None else self.queue.prune()
         in_use: dict[str, int | None] | None = None
         try:
             try:
                 if error is not None:
-                    hooks.seen(error)
+                    hooks.report_error(error)
             finally:
                 in_use = self._figures(report, earlier, error)
         finally:
             if ticket is not None:
                 try:
-                    self.queue.leave(ticket, functools.partial(self._in_use, report.framework), book, in_use)
+                    self.queue.leave(ticket, functools.partial(self._in_use, report.framework), reservations, in_use)
                 finally:
-                    ticket.over = True  # if `leave` was interrupted, the next `settled` ends it
-        if (told := self._callbacks.workload) is not None:
-            told(report, seconds, None if error is None else type(error).__name__)
+                    ticket.ended = True  # if `leave` was interrupted, the next `prune` removes it
+        if (callback := self._callbacks.workload) is not None:
+            callback(report, seconds, None if error is None else type(error).__name__)
 
     def _figures(
         self, report: WorkloadReport, earlier: int | None, error: BaseException | None
     ) -> dict[str, int | None] | None:
-        """Write the memory in use at the workload's end to the report. Returns it by UUID; None if it is unknown."""
+        """Write the bytes in use at the workload's end to the report. Returns them by UUID; None if they are
+        unknown."""
         try:
             self._caps.check_active()
             usages = self._usages_of(report.framework)
@@ -323,12 +377,12 @@ class Admission:
             report.peak = peak if peak is not None and peak > (earlier or 0) else None
             if report.reserved is None:
                 return None
-            devices = [part.device.uuid for part in self._caps.plan.devices]
+            devices = [device_plan.device.uuid for device_plan in self._caps.plan.devices]
             return {uuid: policy.in_use(usage) for uuid, usage in zip(devices, usages, strict=True)}
-        except Exception as failure:  # shut down in the block, or a GPU is lost: keep the user's error
+        except Exception as failure:  # shutdown within the block, or a lost GPU, must not hide the user's error
             if error is None and not isinstance(failure, MemguardError):
                 raise
-            text = str(failure)  # a log handler that keeps records would keep the exception's frames alive
+            text = str(failure)  # a log handler that stores records would keep the exception's frames alive
             _log.debug("workload %s: no figures at its end: %s", report.name, text)
             return None
 
@@ -339,115 +393,129 @@ class Admission:
         try:
             self.queue.leave(ticket, functools.partial(self._in_use, framework))
         finally:
-            ticket.over = True
+            ticket.ended = True
 
     # figures
 
-    def _look(
+    def _read_snapshot(
         self,
         framework: str,
         needed: int,
         device: Device,
-        mine: frozenset[int],
+        enclosing: frozenset[int],
         number: int | None = None,
-        book: Reservations | None = None,
-        everyone: bool = False,
+        reservations: Reservations | None = None,
+        all_frameworks: bool = False,
         cap: int | None = None,
-    ) -> Look:
+    ) -> Snapshot:
         """Read one GPU and decide whether `needed` bytes fit.
 
         `number`: the ticket of a workload that wants to reserve them; None for a check. `cap` replaces the framework's
-        cap. Reads only the frameworks that the decision needs, and the others if the bytes do not fit. With `everyone`
-        it reads all at once.
+        cap. Reads only the frameworks that the decision needs, and the others if the bytes do not fit. With
+        `all_frameworks` it reads all at once.
         """
-        book = self.queue.settled() if book is None else book
-        part = self._caps.part(device.uuid)
-        asked = self._question(framework, needed, part, mine)
+        reservations = self.queue.prune() if reservations is None else reservations
+        device_plan = self._caps.device_plan(device.uuid)
+        request = self._request(framework, needed, device_plan, enclosing)
         if cap is not None:
-            asked = asked._replace(cap=cap)
+            request = request._replace(cap=cap)
         if number is not None:
-            asked = asked._replace(before=reservations.ahead(book, number, mine), keeps=True)
+            request = request._replace(before=served_before(reservations, number, enclosing), reserves=True)
         frameworks = self._caps.frameworks
-        first = frameworks if everyone else reservations.named(book, asked)
-        usages = self._usages(first, part)
-        memory = self._caps.host.memory(device)  # after the usages: bytes allocated in between count twice
-        verdict = self._admit(book, asked, part, usages, memory)
-        if verdict.refusal is not None and not everyone:
-            usages = self._usages(frameworks, part)
+        first = frameworks if all_frameworks else frameworks_to_read(reservations, request)
+        usages = self._usages(first, device_plan)
+        memory = self._caps.host.memory(device)  # after the usages: bytes allocated in between count twice, not never
+        result = self._admit(reservations, request, device_plan, usages, memory)
+        if result.refusal is not None and not all_frameworks:
+            usages = self._usages(frameworks, device_plan)
             memory = self._caps.host.memory(device)
-            verdict = self._admit(book, asked, part, usages, memory)
+            result = self._admit(reservations, request, device_plan, usages, memory)
         in_use = {name: policy.in_use(usage) for name, usage in usages.items()}
         for name, size in in_use.items():
-            lower = reservations.seen(book, name, {device.uuid: size})
-            if lower is not book and self.queue.replace(book, lower):
-                book = lower
-        return Look(book, part, memory, verdict, in_use)
+            lower = with_lower_bases(reservations, name, {device.uuid: size})
+            if lower is not reservations and self.queue.replace(reservations, lower):
+                reservations = lower
+        return Snapshot(reservations, device_plan, memory, result, in_use)
 
     def _admit(
-        self, book: Reservations, asked: Asked, part: DevicePlan, usages: Mapping[str, Usage | None], memory: MemoryInfo
-    ) -> Verdict:
-        """The verdict. A refusal has the figures of the framework, not of an allocator that others use too."""
-        name, allocator = asked.framework, shared_pool.allocator_of(part, asked.framework)
-        if asked.before and self._within_min(asked, part, usages.get(allocator)):
-            sharers = shared_pool.clients(part, allocator)
-            asked = asked._replace(before=tuple(one for one in asked.before if one.framework in sharers))
-        verdict = reservations.admit(book, asked, usages, memory)
-        if not isinstance(verdict.refusal, (policy.OverCap, policy.NoneFree)):
-            return verdict
+        self,
+        reservations: Reservations,
+        request: Request,
+        device_plan: DevicePlan,
+        usages: Mapping[str, Usage | None],
+        memory: MemoryInfo,
+    ) -> AdmissionResult:
+        """The admission result. Its refusal has the figures of the framework, not those of an allocator with several
+        clients."""
+        name, allocator = request.framework, shared_pool.allocator_of(device_plan, request.framework)
+        if request.before and self._within_min(request, device_plan, usages.get(allocator)):
+            sharers = shared_pool.clients(device_plan, allocator)
+            request = request._replace(before=tuple(one for one in request.before if one.framework in sharers))
+        result = admit(reservations, request, usages, memory)
+        if not isinstance(result.refusal, (policy.OverCap, policy.NoneFree)):
+            return result
         in_use = policy.in_use(usages.get(name)) or 0
         others = max((policy.in_use(usages.get(allocator)) or 0) - in_use, 0)
-        return verdict._replace(refusal=verdict.refusal.beside(others, shared_pool.note_on(part, name, others)))
+        return result._replace(
+            refusal=result.refusal.for_client(others, shared_pool.note_on(device_plan, name, others))
+        )
 
-    def _within_min(self, asked: Asked, part: DevicePlan, own: Usage | None) -> bool:
-        """Whether the request stays within the allocator's min, or its cap if fixed: guaranteed against siblings."""
-        least = part.elastic.get(asked.framework, (part.caps[asked.framework], 0))[0]
-        sharers = shared_pool.clients(part, shared_pool.allocator_of(part, asked.framework))
-        taken = (policy.in_use(own) or 0) + sum(self.not_taken_now(name, asked.uuid) for name in sharers)
-        return taken + asked.footprint <= least
+    def _within_min(self, request: Request, device_plan: DevicePlan, own: Usage | None) -> bool:
+        """Whether the request stays within the bytes that the allocator is guaranteed: its min, or its cap if it is
+        fixed."""
+        least = device_plan.elastic.get(request.framework, (device_plan.caps[request.framework], 0))[0]
+        sharers = shared_pool.clients(device_plan, shared_pool.allocator_of(device_plan, request.framework))
+        taken = (policy.in_use(own) or 0) + sum(self.read_reserved_not_taken(name, request.uuid) for name in sharers)
+        return taken + request.footprint <= least
 
-    def _usages(self, names: Iterable[str], part: DevicePlan) -> dict[str, Usage | None]:
+    def _usages(self, names: Iterable[str], device_plan: DevicePlan) -> dict[str, Usage | None]:
         """The usages of these frameworks, and of the allocators that serve them."""
         frameworks, allocators = self._caps.frameworks, self._caps.allocators
-        found = {name: frameworks[name].usage(part.device) for name in names if name in frameworks}
-        for name in {shared_pool.allocator_of(part, name) for name in found} - {*found}:
-            found[name] = allocators[name].usage(part.device)
+        found = {name: frameworks[name].usage(device_plan.device) for name in names if name in frameworks}
+        for name in {shared_pool.allocator_of(device_plan, name) for name in found} - {*found}:
+            found[name] = allocators[name].usage(device_plan.device)
         return found
 
-    def _question(self, framework: str, needed: int, part: DevicePlan, mine: frozenset[int]) -> Asked:
+    def _request(self, framework: str, needed: int, device_plan: DevicePlan, enclosing: frozenset[int]) -> Request:
         footprint = self._caps.framework(framework).footprint(needed)
-        shared = {name: other for name in part.caps if (other := shared_pool.allocator_of(part, name)) != name}
-        return Asked(framework, part.device.uuid, needed, footprint, part.caps[framework], mine, shared=shared)
+        shared = {
+            name: other for name in device_plan.caps if (other := shared_pool.allocator_of(device_plan, name)) != name
+        }
+        return Request(
+            framework, device_plan.device.uuid, needed, footprint, device_plan.caps[framework], enclosing, shared=shared
+        )
 
     def _usages_of(self, framework: str) -> list[Usage | None]:
         one = self._caps.frameworks.get(framework) or self._caps.framework(framework)
-        return [one.usage(part.device) for part in self._caps.plan.devices]
+        return [one.usage(device_plan.device) for device_plan in self._caps.plan.devices]
 
     def _in_use(self, framework: str) -> dict[str, int | None]:
         """The framework's bytes in use by UUID, without the GPUs where they cannot be read."""
         one = self._caps.frameworks.get(framework) if suspension.now is None else None
         found: dict[str, int | None] = {}
-        for part in self._caps.plan.devices if one is not None else ():
+        for device_plan in self._caps.plan.devices if one is not None else ():
             assert one is not None
             try:
-                found[part.device.uuid] = policy.in_use(one.usage(part.device))
+                found[device_plan.device.uuid] = policy.in_use(one.usage(device_plan.device))
             except Exception as error:
                 _log.debug("%s: what it has in use cannot be read: %s", framework, str(error))
         return found
 
 
-def _at_most(framework: str, look: Look, again: Callable[..., Look]) -> Look:
-    """The reading for an elastic framework's error: at its highest possible cap if even that refuses, else `look`."""
-    if framework not in look.part.elastic:
-        return look
-    most = again(cap=refusals.most(look.part, framework))
-    return look if most.verdict.refusal is None else most
+def _at_most(framework: str, snapshot: Snapshot, again: Callable[..., Snapshot]) -> Snapshot:
+    """The snapshot for an elastic framework's error: at its highest possible cap if it is refused there too, else
+    `snapshot`."""
+    if framework not in snapshot.device_plan.elastic:
+        return snapshot
+    most = again(cap=refusals.highest_cap(snapshot.device_plan, framework))
+    return snapshot if most.result.refusal is None else most
 
 
-def _contended(work: _Work, look: Look) -> BudgetExceeded:
-    """The error if memory was free at each attempt, but another thread changed reservations or caps first each time."""
-    said = (
-        f"{work.framework} needs {format_size(work.needed)}, and other threads changed reservations or caps {_TRIES} "
-        "times while this one tried to reserve it"
+def _contended(work: _Work, snapshot: Snapshot) -> BudgetExceeded:
+    """The error if memory was free at each attempt, but another thread changed reservations or caps each time."""
+    reason = (
+        f"{work.framework} needs {format_size(work.needed)}, and other threads changed reservations or caps "
+        f"{_MAX_ATTEMPTS} times while this one tried to reserve it"
     )
     fix = "ask again, or begin fewer workloads at the same time"
-    return BudgetExceeded(work.framework, work.needed, look.verdict.available, Advice(said, fix))
+    return BudgetExceeded(work.framework, work.needed, snapshot.result.available, Advice(reason, fix))

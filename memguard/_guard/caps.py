@@ -1,6 +1,6 @@
 """The cap table of one budget: the plan in force, the enforcement and drift of each cap, and the notes.
 
-It also owns what the parts of a guard share: the lock, and the host, which raises Suspended in a suspended process.
+It also owns what all parts of a guard use: the lock, and the host, which raises Suspended in a suspended process.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
+from memguard._base.locks import InterruptSafeLock, LockedRunner, LockOrder, ordered
 from memguard._base.logs import log as _log
 from memguard._base.types import (
+    POOL,
     Device,
     DevicePlan,
     Drift,
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
     from memguard._devices.host import Host
     from memguard._frameworks.base import Allocator
     from memguard._frameworks.shared_pool import SharedPool
-    from memguard._guard.suspended import OffGpu
+    from memguard._guard.suspended import SuspendedGpus
 
 _ENFORCED = Enforcement.ENFORCED
-_NOTING = 1.0
+_DRIFT_LOCK_TIMEOUT = 1.0
 """Seconds to wait for another thread that is recording drift."""
 
 
@@ -50,7 +51,7 @@ class Callbacks:
 
     def __init__(self) -> None:
         self.event: Callable[[Event], None] | None = None
-        """Called when a cap no longer holds, or holds again: on the detecting thread, without the guard's lock."""
+        """Called when a cap no longer holds, or holds again. Runs on the detecting thread, without the guard's lock."""
         self.checkpoint: Callable[[], None] | None = None
         """Called at the start of `require` and `workload`, on the user's thread. May raise UnderPressure."""
         self.workload: Callable[[WorkloadReport, float, str | None], None] | None = None
@@ -64,13 +65,19 @@ class Callbacks:
 class CappedFramework:
     """A framework of the budget, and the enforcement of its cap.
 
-    `drift`: changes by other code after the cap was set, which break the cap. `enforcement` is `watched` meanwhile.
+    `drift`: the changes that other code made after the cap was set, and that break it. While `drift` is not empty,
+    `enforcement` is `watched`.
     """
 
     def __init__(self, framework: Framework) -> None:
         self.framework = framework
         self.enforcement = Enforcement.PENDING
         self.drift: tuple[Drift, ...] = ()
+
+    @property
+    def movable(self) -> bool:
+        """Whether the cap can be changed now."""
+        return self.enforcement in (Enforcement.ENFORCED, Enforcement.PENDING) and not self.framework.fixed()
 
     @property
     def drift_reason(self) -> str:
@@ -92,7 +99,7 @@ class CapTable:
         devices = host.devices(ordinals=policy.needs_ordinals(budget))
         self.sharing: Sharing | None = None
         """How the ranks of this node share the GPUs; None for a budget of one process."""
-        if budget.ranks is not None:  # else `init` does not import the module
+        if budget.ranks is not None:  # a budget without ranks does not import the module
             from memguard._budget import ranks
 
             self.sharing = ranks.of_budget(budget, len(devices), os.environ, host.simulated)
@@ -100,38 +107,41 @@ class CapTable:
         if needed and any(one.ordinal is None for one in devices):
             devices = host.devices(ordinals=True)
         self.plan = policy.plan(budget, devices, self.sharing)
-        self.off: OffGpu | None = None
+        self.suspended: SuspendedGpus | None = None
         """Set while the process is suspended. Replaced in one assignment, so that readers need no lock."""
         self._make_locks()
         self.entries: dict[str, CappedFramework] = {}
         self.frameworks: Mapping[str, Framework] = {}
-        """The adapters of `entries`. The mapping is replaced, never changed: the reader compares its identity."""
+        """The adapters of `entries`. The mapping is replaced and never modified, because the reader compares its
+        identity."""
         self.allocators: Mapping[str, Allocator] = {}
-        """What the caps of the plan limit, by name: each framework's own allocator, or the pool that several share."""
-        self.over = False
+        """The allocators that the plan's caps limit, by name: each framework's own, and the pool that several share."""
+        self.stopped = False
         """Set when the guard stops. From then on nothing may report that a cap holds."""
         self.pid = os.getpid()
         self._warned: set[str] = set()
-        self._resized = 0
+        self._resize_version = 0
         self.shared_pool = self._shared_pool()
 
     @property
     def active(self) -> bool:
         """False after `shutdown`, and in a forked child, where the parent's budget does not apply."""
-        return bool(self.entries) and not self.over and self.pid == os.getpid()
+        return bool(self.entries) and not self.stopped and self.pid == os.getpid()
 
     @property
     def own_plan(self) -> Plan:
-        """The plan of the GPUs that this process uses: of one GPU only, if its rank is known to use one."""
+        """The plan of the GPUs that this process uses: of a single GPU if its rank is known to use only that one."""
         own = None if self.sharing is None else self.sharing.own
-        found = tuple(part for part in self.plan.devices if own is not None and part.device.ordinal == own)
+        found = tuple(
+            device_plan for device_plan in self.plan.devices if own is not None and device_plan.device.ordinal == own
+        )
         return replace(self.plan, devices=found) if found else self.plan
 
     def _make_locks(self) -> None:
-        self.lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.GUARD)
-        self.turn = Turn(self.lock)
-        self.noting = Turn(rank=Rank.DRIFT)
-        """The lock for recording drift. Its owner never waits for anything."""
+        self.lock: InterruptSafeLock = ordered(InterruptSafeLock(), LockOrder.GUARD)
+        self.locked = LockedRunner(self.lock)
+        self.drift_locked = LockedRunner(order=LockOrder.DRIFT)
+        """The lock for recording drift. Its owner never waits for another lock or a driver."""
 
     def forked(self) -> None:
         """Create new locks in a forked child: a thread of the parent may have held the inherited ones."""
@@ -143,79 +153,78 @@ class CapTable:
 
     # the plan
 
-    def part(self, uuid: str) -> DevicePlan:
+    def device_plan(self, uuid: str) -> DevicePlan:
         """The plan of one GPU of the budget."""
-        for part in self.plan.devices:
-            if part.device.uuid == uuid:
-                return part
+        for device_plan in self.plan.devices:
+            if device_plan.device.uuid == uuid:
+                return device_plan
         raise KeyError(uuid)
 
     def planned(self, device: Device) -> DevicePlan:
         """The plan of that GPU. Raises MemguardError if the budget does not include the GPU."""
-        for part in self.plan.devices:
-            if part.device.uuid == device.uuid:
-                return part
-        known = ", ".join(f"{part.device.name} ({part.device.uuid})" for part in self.plan.devices)
+        for device_plan in self.plan.devices:
+            if device_plan.device.uuid == device.uuid:
+                return device_plan
+        known = ", ".join(f"{device_plan.device.name} ({device_plan.device.uuid})" for device_plan in self.plan.devices)
         raise MemguardError(
             f"{device.name} ({device.uuid}) is not a GPU of the budget, which has: {known}",
             fix="give the device of one of guard.plan.devices, or leave out device=",
         )
 
     def used_by(self, framework: str) -> Sequence[DevicePlan]:
-        """The GPUs that a call without `device=` means: those that the framework uses, or the first."""
-        parts = self.plan.devices
-        if len(parts) == 1:
-            return parts
-        asked = self.entry(framework).framework
-        return [part for part in parts if asked.usage(part.device)] or parts[:1]
-
-    def movable(self, name: str) -> bool:
-        """Whether the framework's cap can be changed now."""
-        return self.entry(name).enforcement in (Enforcement.ENFORCED, Enforcement.PENDING)
+        """The GPUs for a call without `device=`: those that the framework uses; if none, the first GPU."""
+        device_plans = self.plan.devices
+        if len(device_plans) == 1:
+            return device_plans
+        adapter = self.entry(framework).framework
+        return [device_plan for device_plan in device_plans if adapter.usage(device_plan.device)] or device_plans[:1]
 
     def set_cap(self, name: str, uuid: str, cap: int) -> None:
         """Set a framework's cap on one GPU, in bytes. Callers hold the lock. Users call `Guard.resize`."""
-        if self.off is not None:
-            self.off.refuse("a change of a cap")
+        if self.suspended is not None:
+            self.suspended.refuse("a change of a cap")
         before = self.plan
         plan = policy.with_cap(before, uuid, name, cap)
-        if cap > self.part(uuid).caps[name]:  # first: after an interruption the cap may be below the plan, never above
+        if cap > self.device_plan(uuid).caps[name]:  # first: after an interruption the cap is at most the plan's
             self.plan = plan
-        if self.entry(name).enforcement is not Enforcement.PENDING:  # else the framework's import applies this cap
+        entry = self.entry(name)
+        if entry.enforcement is not Enforcement.PENDING:  # a pending cap is set at the framework's import
             try:
-                self.resize(name, plan)
+                self.resize(name, entry.framework, plan)
             except Exception:
                 self.plan = before
                 raise
         self.plan = plan
 
-    def resize(self, name: str, plan: Plan) -> None:
-        """Make the allocator enforce the caps of the plan. Drift readings taken meanwhile are invalid (`_resized`)."""
+    def resize(self, name: str, framework: Framework, plan: Plan) -> None:
+        """Make the allocator enforce the caps of the plan. Invalidates drift readings taken meanwhile."""
         try:
-            self._resized += 1
-            self.entry(name).framework.resize(plan.caps(name))
+            self._resize_version += 1
+            framework.resize(plan.caps(name))
         finally:
-            self._resized += self._resized % 2  # even and larger than before: odd means in progress
+            self._resize_version += self._resize_version % 2  # odd while a resize runs, then even and larger
 
-    def lend_nothing_to(self, name: str) -> None:
-        """Lower an elastic framework whose cap cannot move to its min, so that the rest can be lent to others."""
-        for part in self.plan.devices:
-            if name in part.elastic:
-                self.plan = policy.with_cap(self.plan, part.device.uuid, name, part.elastic[name][0])
+    def lower_to_min(self, name: str) -> None:
+        """Lower the planned cap of an elastic framework to its min if the cap cannot move, so that the rest can be
+        lent."""
+        for device_plan in self.plan.devices:
+            if name in device_plan.elastic:
+                self.plan = policy.with_cap(self.plan, device_plan.device.uuid, name, device_plan.elastic[name][0])
 
     # the frameworks
 
     def install(self, entries: dict[str, CappedFramework]) -> None:
-        """Replace the frameworks and their allocators. Other threads may iterate over the old ones."""
+        """Replace the mappings of frameworks and allocators. Other threads may still iterate over the old ones."""
         self.frameworks = {name: entry.framework for name, entry in entries.items()}
-        pool = () if self.shared_pool is None or not entries else (self.shared_pool,)
-        alone = [one for one in self.frameworks.values() if not one.pooled]
-        self.allocators = {one.name: one for one in (*alone, *pool)}
+        allocators: dict[str, Allocator] = {name: one for name, one in self.frameworks.items() if not one.pooled}
+        if self.shared_pool is not None and entries:
+            allocators[self.shared_pool.name] = self.shared_pool
+        self.allocators = allocators
         self.entries = entries
 
-    def serving(self, framework: str, part: DevicePlan) -> Allocator:
+    def serving(self, framework: str, device_plan: DevicePlan) -> Allocator:
         """The allocator that serves the framework. Raises MemguardError if the budget does not name it."""
-        return self.allocators.get(shared_pool.allocator_of(part, framework)) or self.framework(framework)
+        return self.allocators.get(shared_pool.allocator_of(device_plan, framework)) or self.framework(framework)
 
     def allocator(self, name: str) -> Allocator:
         """The allocator or framework of that name, for a trim."""
@@ -226,7 +235,7 @@ class CapTable:
         return {name: one.usage(device) for name, one in self.allocators.items()}
 
     def create(self, name: str) -> Framework:
-        """The framework's adapter. The caller applies the cap."""
+        """Create the framework's adapter. The caller applies the cap."""
         if self.shared_pool is not None and name in self.shared_pool.clients:
             return registry.client(name, self.host, self.shared_pool)
         return registry.create(name, self.host)
@@ -236,7 +245,7 @@ class CapTable:
         try:
             return self.entries[framework]
         except KeyError:
-            if self.over:  # another thread or a signal handler ended the budget during the call
+            if self.stopped:  # another thread or a signal handler ended the budget during the call
                 self.check_active()
             import difflib
 
@@ -251,10 +260,10 @@ class CapTable:
 
     def check_active(self) -> None:
         """Raise NotActive if the budget is not in effect in this process, Suspended while the process is suspended."""
-        if self.off is not None:
-            self.off.refuse("the budget")
+        if self.suspended is not None:
+            self.suspended.refuse("the budget")
         if not self.active:
-            applied = "it was shut down" if self.over else "it is just being applied"
+            applied = "it was shut down" if self.stopped else "it is just being applied"
             why = "this is a forked child" if self.pid != os.getpid() else applied
             raise NotActive(f"no budget is active here: {why}", fix="call memguard.init('budget.yaml')")
 
@@ -266,8 +275,8 @@ class CapTable:
         The check takes no lock, because a driver may hang. A result obtained during a `resize` is dropped, because
         `resize` changes the settings that the adapter compares with.
         """
-        entries, resized = self.entries, self._resized
-        if self.over or self.pid != os.getpid() or self.off is not None:
+        entries, resized = self.entries, self._resize_version
+        if self.stopped or self.pid != os.getpid() or self.suspended is not None:
             return
         answers: dict[str, tuple[Drift, ...]] = {}
         chosen = None if only is None else entries.get(only)
@@ -277,7 +286,7 @@ class CapTable:
             try:
                 found = entry.framework.drift()
             except Exception as error:
-                self._unchecked(name, error)
+                self._note_unchecked(name, error)
                 continue
             if (found or entry.drift) and (now := tuple(found)) != entry.drift:
                 answers[name] = now
@@ -286,26 +295,28 @@ class CapTable:
         events: list[Event] = []
 
         def note() -> None:
-            if self.entries is entries and self._resized == resized and not resized % 2:
-                events.extend(e for name, found in answers.items() if (e := self._drifted(name, entries[name], found)))
+            if self.entries is entries and self._resize_version == resized and not resized % 2:
+                events.extend(
+                    e for name, found in answers.items() if (e := self._record_drift(name, entries[name], found))
+                )
 
-        if not self.noting.take(note, _NOTING):
+        if not self.drift_locked.run(note, _DRIFT_LOCK_TIMEOUT):
             return
         for event in events:
             self.announce(event)
 
     def drift_of(self, name: str, entry: CappedFramework) -> tuple[Drift, ...]:
-        """The changes since the cap was set. If the check fails, the drift recorded before."""
+        """The changes since the cap was set. If the check fails, the drift that was recorded before."""
         if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
             return ()  # no cap was set
         try:
             return tuple(entry.framework.drift())
         except Exception as error:
-            self._unchecked(name, error)
+            self._note_unchecked(name, error)
             return entry.drift
 
-    def met_the_cap(self, name: str, sentence: str) -> None:
-        """Announce that a later setting of the user collided with a framework's cap. The framework has logged it."""
+    def note_conflicting_setting(self, name: str, sentence: str) -> None:
+        """Announce that a setting which the user made later conflicts with a cap. The adapter has logged it."""
         self.announce(Event(time.time(), "note", sentence, framework=name))
 
     def announce(self, event: Event) -> None:
@@ -313,10 +324,10 @@ class CapTable:
         if self.callbacks.event is not None:
             self.callbacks.event(event)
 
-    def _unchecked(self, name: str, error: Exception) -> None:
+    def _note_unchecked(self, name: str, error: Exception) -> None:
         self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
 
-    def _drifted(self, name: str, entry: CappedFramework, found: tuple[Drift, ...]) -> Event | None:
+    def _record_drift(self, name: str, entry: CappedFramework, found: tuple[Drift, ...]) -> Event | None:
         """Record the drift of one framework. Returns an event if the drift has changed."""
         if found == entry.drift:
             return None
@@ -337,16 +348,16 @@ class CapTable:
             _log.log(level, "%s", note)
 
     def warn(self, note: str) -> None:
-        """As `note`, logged as a warning."""
+        """Like `note`, but logged as a warning."""
         self.note(note, logging.WARNING)
 
     def all_notes(self) -> list[str]:
-        """The notes of the budget, each framework and each drift, and of the suspension."""
+        """The notes on the budget, on each framework and its drift, and on the suspension."""
         notes = [*self.notes]
         for entry in self.entries.values():
             notes += entry.framework.notes
             notes += entry.drift_notes
-        return notes if self.off is None else [*notes, *self.off.notes()]
+        return notes if self.suspended is None else [*notes, *self.suspended.notes()]
 
     def _warn_once(self, sentence: str) -> None:
         if sentence not in self._warned:
@@ -355,7 +366,9 @@ class CapTable:
 
     def _shared_pool(self) -> SharedPool | None:
         """The shared pool, not yet created on the GPU; None without one. Raises PlanError on simulated GPUs."""
-        found = {part.device.uuid: shared_pool.caps_of(part).get(shared_pool.POOL) for part in self.plan.devices}
+        found = {
+            device_plan.device.uuid: shared_pool.caps_of(device_plan).get(POOL) for device_plan in self.plan.devices
+        }
         caps = {uuid: cap for uuid, cap in found.items() if cap is not None}
         if caps and self.host.simulated:
             fix = "write 'strategy: caps' for the simulation, or leave out simulate="
@@ -365,11 +378,11 @@ class CapTable:
             return None
         from memguard._frameworks.shared_pool import SharedPool
 
-        return SharedPool(caps, self.warn, clients=shared_pool.clients(self.plan.devices[0], shared_pool.POOL))
+        return SharedPool(caps, self.warn, clients=shared_pool.clients(self.plan.devices[0], POOL))
 
 
 def size_of(size: int | str) -> int:
-    """The size in bytes. Raises MemguardError if it is not a size."""
+    """Parse a size into bytes. Raises MemguardError if it is not a size."""
     try:
         return parse_size(size)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The reclaimable bytes of each framework, for `memguard.reclaimable()` and `memguard reclaim --dry-run`. Pure."""
+"""The reclaimable bytes of each framework, for `memguard.reclaimable()`. Pure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from memguard._base.specs import SPECS
 from memguard._base.text import shown, visible
-from memguard._base.types import FrameworkSample, Plan, Sample
+from memguard._base.types import POOL, FrameworkSample, Plan, Sample
 from memguard._base.units import format_size
-from memguard._budget.shared_pool import POOL
+from memguard._frameworks.specs import SPECS
 
 How = Literal["memguard.trim", "own thread", "own call", "never"]
 _HEAD = ("framework", "held", "cached", "reclaimable", "how")
@@ -19,7 +18,7 @@ _HEAD = ("framework", "held", "cached", "reclaimable", "how")
 
 @dataclass(frozen=True)
 class FrameworkReclaimable:
-    """The memory that one framework could give back on one GPU, in bytes; None if unknown.
+    """The memory that one framework could return to the driver on one GPU, in bytes; None if unknown.
 
     `reclaimable` is the part of `cached` that a trim would really return. `how`: "memguard.trim" on any thread; "own
     thread": `memguard.trim` on the thread whose CUDA context the framework uses; "own call": only the framework's own
@@ -62,43 +61,43 @@ class Reclaimable:
             "time": datetime.fromtimestamp(self.time, UTC).isoformat(),
             "simulated": self.simulated,
             "devices": [
-                {"uuid": part.uuid, "name": part.name, "frameworks": [dict(vars(one)) for one in part.frameworks]}
-                for part in self.devices
+                {"uuid": gpu.uuid, "name": gpu.name, "frameworks": [dict(vars(one)) for one in gpu.frameworks]}
+                for gpu in self.devices
             ],
         }
 
     def __repr__(self) -> str:
         """One line, for a prompt; `print` shows the table."""
         mark = " (simulated)" if self.simulated else ""
-        said = "; ".join(f"{part.name}{mark}: {_total(part)} could come back" for part in self.devices)
-        return shown(f"<Reclaimable {said or 'of no GPU'}>")
+        texts = "; ".join(f"{gpu.name}{mark}: {_total(gpu)} could come back" for gpu in self.devices)
+        return shown(f"<Reclaimable {texts or 'of no GPU'}>")
 
     def __str__(self) -> str:
-        parts = []
-        for part in self.devices:
+        texts = []
+        for gpu in self.devices:
             mark = " (simulated)" if self.simulated else ""
-            rows = [_HEAD, *(_row(one) for one in part.frameworks)]
+            rows = [_HEAD, *(_row(one) for one in gpu.frameworks)]
             widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-            lines = [f"{visible(part.name)}{mark}  {part.uuid}: {_total(part)} could come back"]
-            for row in rows if part.frameworks else ():
+            lines = [f"{visible(gpu.name)}{mark}  {gpu.uuid}: {_total(gpu)} could come back"]
+            for row in rows if gpu.frameworks else ():
                 cells = [row[0].ljust(widths[0]), *(row[n].rjust(widths[n]) for n in (1, 2, 3)), row[4]]
                 lines.append("  " + "  ".join(cells).rstrip())
-            parts.append("\n".join(lines if part.frameworks else [*lines, "  no framework is at work on it"]))
-        return shown("\n".join(parts) or "no budget is applied: nothing is known of any GPU")
+            texts.append("\n".join(lines if gpu.frameworks else [*lines, "  no framework is at work on it"]))
+        return shown("\n".join(texts) or "no budget is applied: nothing is known of any GPU")
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         """Prints the table in IPython's terminal."""
         printer.text(str(self))
 
 
-def _total(part: DeviceReclaimable) -> str:
-    unknown = any(one.reclaimable is None for one in part.frameworks)
-    return ("at least " if unknown else "") + format_size(part.reclaimable)
+def _total(gpu: DeviceReclaimable) -> str:
+    unknown = any(one.reclaimable is None for one in gpu.frameworks)
+    return ("at least " if unknown else "") + format_size(gpu.reclaimable)
 
 
 def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
     """The figures of a sample from the monitor or a timeline. `plan` has the names of the GPUs."""
-    names = {part.device.uuid: part.device.name for part in plan.devices}
+    names = {gpu.device.uuid: gpu.device.name for gpu in plan.devices}
     devices = [
         DeviceReclaimable(one.uuid, names.get(one.uuid, one.uuid), _of_frameworks(one.frameworks))
         for one in sample.devices
@@ -107,7 +106,8 @@ def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
 
 
 def _of_frameworks(found: Mapping[str, FrameworkSample]) -> tuple[FrameworkReclaimable, ...]:
-    """Sorted by reclaimable bytes, largest first, without rows that are no framework or pool, such as the exchange."""
+    """Sorted by reclaimable bytes, largest first. Leaves out rows other than frameworks and pools, such as the
+    exchange."""
     asked = {*SPECS, POOL}
     lines = [_of(name, usage) for name, usage in found.items() if name in asked or usage.cap is not None]
     return tuple(sorted(lines, key=lambda one: (one.reclaimable is None, -(one.reclaimable or 0), one.framework)))

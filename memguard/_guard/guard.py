@@ -1,7 +1,7 @@
 """The guard: applies a budget, reads memory usage, admits requests, and undoes the budget.
 
-It delegates to four parts: `caps` (the plan and the enforcement of each cap), `elastic` (moving caps, trimming
-caches), `admission` (reservations) and `reader` (the ledger). `_budget.policy` computes the plan.
+It delegates to `caps` (the plan and the enforcement of each cap), `elastic` (moving caps, trimming caches), `admission`
+(reservations) and `reader` (the ledger). `_budget.policy` computes the plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from memguard._base.blocks import Block, End
 from memguard._base.interrupts import deferred_signals
 from memguard._base.logs import log as _log
 from memguard._base.logs import words_of
-from memguard._base.specs import SPECS
 from memguard._base.text import shown
 from memguard._base.types import (
     Device,
@@ -39,6 +38,7 @@ from memguard._devices import suspension
 from memguard._frameworks import registry
 from memguard._frameworks.base import Framework
 from memguard._frameworks.import_hook import ImportHook, RealImports
+from memguard._frameworks.specs import SPECS
 from memguard._guard.caps import Callbacks, CappedFramework, CapTable, size_of
 from memguard._guard.elastic import ElasticCaps, above_cap
 from memguard._ledger.overhead import own_bytes
@@ -59,12 +59,12 @@ if TYPE_CHECKING:
     from memguard._guard.suspended import Figures
 
 
-_SPILLS = (
+_WSL_WARNING = (
     "this is WSL: an allocation for which the GPU has no room may be served from the machine's memory, slowly and "
     "without an out-of-memory error. The caps of frameworks hold; what lies outside them may spill. "
     "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
 )
-_IMPORT = 5.0
+_IMPORT_LOCK_TIMEOUT = 5.0
 """Seconds that a framework's import waits for memguard's lock to set the framework's cap."""
 _SAMPLES_PER_CHECK = 10
 """Samples between two checks for drift. A check adds one call into each framework."""
@@ -80,7 +80,7 @@ class AdmissionOnDemand:
     def get(self) -> Admission:
         """Return the admission control. The first call creates it."""
         if (made := self._made) is None:
-            made = vars(self).setdefault("_first", self._make())  # setdefault: another thread may have been faster
+            made = vars(self).setdefault("_first", self._make())  # another thread may have created one meanwhile
             self._made = made
         return made
 
@@ -94,13 +94,13 @@ class AdmissionOnDemand:
         """Whether a workload with a reservation is running."""
         return self._made is not None and self._made.working
 
-    def not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
+    def reserved_not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
         """Bytes that the framework's workloads have reserved on a GPU and not yet allocated, computed from `in_use`."""
-        return 0 if self._made is None else self._made.not_taken(framework, uuid, in_use)
+        return 0 if self._made is None else self._made.reserved_not_taken(framework, uuid, in_use)
 
-    def not_taken_now(self, framework: str, uuid: str) -> int:
-        """As `not_taken`, but read `in_use` from the framework. Takes no lock."""
-        return 0 if self._made is None else self._made.not_taken_now(framework, uuid)
+    def read_reserved_not_taken(self, framework: str, uuid: str) -> int:
+        """Like `reserved_not_taken`, but read `in_use` from the framework. Takes no lock."""
+        return 0 if self._made is None else self._made.read_reserved_not_taken(framework, uuid)
 
     def wake(self) -> None:
         """Make all waiting workloads try again."""
@@ -114,14 +114,15 @@ class AdmissionOnDemand:
 
 
 class Guard:
-    """An applied budget, as `memguard.init` returns it. `print(guard)` shows the plan and how each cap holds."""
+    """An applied budget, as `memguard.init` returns it. `print(guard)` shows the plan and the enforcement of each
+    cap."""
 
     def __init__(self, budget: Budget, host: Host) -> None:
         self.budget = budget
         self.callbacks = Callbacks()
         self.caps = caps = CapTable(budget, host, self.callbacks)
         self.notes, self.sharing = caps.notes, caps.sharing
-        # A framework outside the budget has no cap, but a ledger row once it is live. Simulated GPUs have no such row.
+        # A framework outside the budget has no cap, but once it is live it has a ledger row, except on simulated GPUs.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self.reader = LedgerReader(host, unnamed, caps.warn)
         self.admission = AdmissionOnDemand(self._make_admission)
@@ -133,11 +134,13 @@ class Guard:
         self.refusals = RefusalCounts()
         self._hook = ImportHook()
         self._not_undone: list[str] = []
-        self._late: set[str] = set()
+        self._uncapped: set[str] = set()
         """Frameworks whose caps are not set yet, because another thread held the lock during their import."""
         self._samples = 0
-        self._started = self._told = False
-        self._real = RealImports([part.device.name for part in self.plan.devices]) if host.simulated else None
+        self._started = self._logged = False
+        self._real_imports = (
+            RealImports([device_plan.device.name for device_plan in self.plan.devices]) if host.simulated else None
+        )
 
     @property
     def host(self) -> Host:
@@ -168,15 +171,15 @@ class Guard:
         """The plan of the GPUs that this process uses: of one GPU only, if its rank is known to use one."""
         return self.caps.own_plan
 
-    def part(self, uuid: str) -> DevicePlan:
+    def device_plan(self, uuid: str) -> DevicePlan:
         """The plan of one GPU of the budget."""
-        return self.caps.part(uuid)
+        return self.caps.device_plan(uuid)
 
     @property
     def undone(self) -> bool:
         """Whether every change is undone. An interrupted `start` or `stop` leaves changes, which `stop` undoes."""
         before = self.callbacks.stop
-        return self.caps.over and self.undo.done and (before is None or before.done)
+        return self.caps.stopped and self.undo.done and (before is None or before.done)
 
     def start(self) -> None:
         """Apply the whole budget, or undo every change and raise. A stopped guard cannot start again."""
@@ -185,18 +188,18 @@ class Guard:
         self._started = True
         caps = self.caps
         try:
-            if self._real is not None:
-                self.undo.add("the notice about real frameworks", self._real.stop)
-                self._real.start()
-            # `state` waits for an import in another thread, and that import's hook may wait for the guard's lock. So
-            # read the state before installing a hook, and again later without the lock.
+            if self._real_imports is not None:
+                self.undo.add("the notice about real frameworks", self._real_imports.stop)
+                self._real_imports.start()
+            # `state` waits for a running import in another thread, whose hook may wait for the guard's lock. So read
+            # the state before the hooks are installed, and again later without the lock.
             entries = {name: CappedFramework(caps.create(name)) for name in self.budget.frameworks}
             for name, entry in entries.items():
-                entry.framework.on_warning = functools.partial(caps.met_the_cap, name)
+                entry.framework.on_warning = functools.partial(caps.note_conflicting_setting, name)
                 entry.framework.on_change = self._find_drift
             states = {name: entry.framework.state() for name, entry in entries.items()}
             for entry in entries.values():
-                entry.framework.on_refusal, entry.framework.on_shortage = self._refused, self.elastic.shortage
+                entry.framework.on_refusal, entry.framework.on_shortage = self._record_refusal, self.elastic.shortage
             with caps.lock:
                 for note in caps.plan.notes:
                     caps.warn(note)
@@ -205,12 +208,12 @@ class Guard:
                 self._warn_where_busy()
                 self._warn_of_mps()
                 if caps.host.spills:
-                    caps.warn(_SPILLS)
-                if caps.over:
+                    caps.warn(_WSL_WARNING)
+                if caps.stopped:
                     raise NotActive("this budget was shut down while it was being applied")
                 self.undo.add("import hooks", self._hook.clear)
                 caps.install(entries)
-                self._cure(states)
+                self._prevent_conflicts(states)
                 if (pool := caps.shared_pool) is not None:
                     self.undo.add(pool.name, pool.restore)
                     self.reader.shared_pool = pool
@@ -226,14 +229,14 @@ class Guard:
     def stop(self) -> list[str]:
         """Undo all changes in reverse order. Returns a sentence for each change that could not be undone.
 
-        After an interruption, call it again: it continues.
+        If it is interrupted, the next call continues.
         """
-        self._on_the_gpus("the end of the budget")
+        self._refuse_while_suspended("the end of the budget")
         caps = self.caps
-        caps.over = True  # from now on nothing may report that a cap holds
+        caps.stopped = True  # from now on nothing may report that a cap holds
         try:
             if self.callbacks.stop is not None:
-                self.callbacks.stop.run()  # without the lock: the monitor thread may be waiting for it
+                self.callbacks.stop.run()  # without the lock, for which the monitor thread may be waiting
         finally:
             with caps.lock, deferred_signals():  # a Ctrl-C is raised once every cap is undone
                 try:
@@ -246,37 +249,38 @@ class Guard:
                     caps.host.close()
                     self.admission.wake()
         stays = [*self._not_undone, *self.permanent]
-        if not self._told:
-            self._told = True
+        if not self._logged:
+            self._logged = True
             for sentence in stays:
                 _log.info("%s", sentence)
         return stays
 
     def forked(self) -> None:
-        """Release everything in a forked child without calling CUDA. The parent's budget does not apply there."""
+        """In a forked child, replace the locks and drop hooks and reservations, without calling CUDA. The parent's
+        budget does not apply there."""
         self.caps.forked()
         self.reader.forked()
         self.admission.forked()
         self._hook.clear()
-        if self._real is not None:
-            self._real.stop()
+        if self._real_imports is not None:
+            self._real_imports.stop()
 
     def suspend(self, reading: Ledger, figures: Figures, off: Off) -> None:
         """Switch to the suspended state: until `resumed`, the guard returns `reading` or raises Suspended.
 
-        Callers hold the lock of `caps`. For `figures` see `OffGpu`.
+        Callers hold the lock of `caps`. For `figures` see `SuspendedGpus`.
         """
-        from memguard._guard.suspended import OffGpu, refusing
+        from memguard._guard.suspended import SuspendedGpus, refusing
 
-        # Set `off` before the host: a caller that the refusing host rejects reads `off`.
-        self.caps.off = OffGpu(reading, figures, off, self.caps.host)
+        # Set `suspended` before the host: a caller whose call the refusing host rejects reads `suspended`.
+        self.caps.suspended = SuspendedGpus(reading, figures, off, self.caps.host)
         self.caps.host = self.reader.host = refusing(self.caps.host)
 
     def resumed(self) -> None:
         """Switch back to the real GPUs. Does nothing if the guard was not suspended."""
-        if (off := self.caps.off) is not None:
-            self.caps.host = self.reader.host = off.host
-            self.caps.off = None
+        if (suspended := self.caps.suspended) is not None:
+            self.caps.host = self.reader.host = suspended.host
+            self.caps.suspended = None
 
     def ledger(self) -> Ledger:
         """Read every GPU. NVML is read before and after the frameworks, and again if its figures changed in between.
@@ -284,23 +288,23 @@ class Guard:
         While the process is suspended, returns the last reading with one more row, which subtracts this process's
         bytes because they are in host memory.
         """
-        if (off := self.caps.off) is not None:
-            return off.ledger()
+        if (suspended := self.caps.suspended) is not None:
+            return suspended.ledger()
         try:
             return self._read_ledger()
         except Suspended:  # the process was suspended during the reading
-            off = self.caps.off
-        return off.ledger() if off is not None else self._read_ledger()  # resumed already
+            suspended = self.caps.suspended
+        return suspended.ledger() if suspended is not None else self._read_ledger()  # the process has resumed meanwhile
 
     def _read_ledger(self) -> Ledger:
         self._find_drift()
-        # Without the guard's lock: another thread may hold it while it waits for a lock that this thread holds.
+        # Do not take the guard's lock: its owner may be waiting for a lock that this thread holds.
         caps, reader = self.caps, self.reader
-        if caps.over or caps.pid != os.getpid() or not caps.entries:
+        if caps.stopped or caps.pid != os.getpid() or not caps.entries:
             caps.check_active()
         frameworks, plan, entries = caps.frameworks, caps.plan, caps.entries
-        readings = [reader.reading(part, frameworks) for part in plan.devices]
-        if caps.over:  # a shutdown in another thread makes the reading incomplete
+        readings = [reader.reading(device_plan, frameworks) for device_plan in plan.devices]
+        if caps.stopped:  # a shutdown in another thread makes the reading incomplete
             caps.check_active()
         notes, enforcements, reporting = [*caps.notes], {}, []
         for name, entry in entries.items():
@@ -311,12 +315,16 @@ class Guard:
             if framework.notes or entry.drift:
                 notes += [*framework.notes, *entry.drift_notes]
         ledgers = []
-        for part, reading in zip(plan.devices, readings, strict=True):
+        for device_plan, reading in zip(plan.devices, readings, strict=True):
             usages = reading.usages
-            ledgers.append(reader.ledger_of(reading, part, enforcements, self.refusals.on(part.device.uuid, reporting)))
-            for name, cap in part.caps.items():
+            ledgers.append(
+                reader.ledger_of(
+                    reading, device_plan, enforcements, self.refusals.on(device_plan.device.uuid, reporting)
+                )
+            )
+            for name, cap in device_plan.caps.items():
                 if (usage := usages.get(name)) is not None and (held := usage[0]) is not None and held > cap:
-                    notes += [above_cap(name, held, cap, enforcements.get(name, ""), part.device) or ""]
+                    notes += [above_cap(name, held, cap, enforcements.get(name, ""), device_plan.device) or ""]
         return Ledger(time.time(), tuple(ledgers), caps.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
@@ -325,49 +333,49 @@ class Guard:
         Takes no lock of the guard, so that a driver that hangs here blocks no other thread.
         """
         caps = self.caps
-        if caps.off is not None:
-            caps.off.refuse("a sample of the GPUs")
-        if not caps.entries or caps.over or caps.pid != os.getpid():
+        if caps.suspended is not None:
+            caps.suspended.refuse("a sample of the GPUs")
+        if not caps.entries or caps.stopped or caps.pid != os.getpid():
             caps.check_active()
         self._samples += 1
-        if self._samples % _SAMPLES_PER_CHECK == 1 or self._late:
+        if self._samples % _SAMPLES_PER_CHECK == 1 or self._uncapped:
             self._find_drift()
-        frameworks, read, parts = caps.frameworks, self.reader.sample, caps.plan.devices
-        if len(parts) == 1:
-            return sample_of((time.time(), (read(parts[0], frameworks),)))
-        devices = tuple([read(part, frameworks) for part in parts])
+        frameworks, read, device_plans = caps.frameworks, self.reader.sample, caps.plan.devices
+        if len(device_plans) == 1:
+            return sample_of((time.time(), (read(device_plans[0], frameworks),)))
+        devices = tuple([read(device_plan, frameworks) for device_plan in device_plans])
         return sample_of((time.time(), devices))
 
     def last_sample(self) -> Sample | None:
-        """As `sample`, while the budget ends and its caps are still set. None in a forked child and in a suspended
-        process, where frameworks and GPUs must not be read."""
+        """Like `sample`, for the end of a budget, while its caps are still set. None in a forked or suspended process,
+        where frameworks and GPUs must not be read."""
         caps = self.caps
-        if caps.pid != os.getpid() or suspension.now is not None or caps.off is not None or not caps.entries:
+        if caps.pid != os.getpid() or suspension.now is not None or caps.suspended is not None or not caps.entries:
             return None
         frameworks, read = caps.frameworks, self.reader.sample
-        return sample_of((time.time(), tuple([read(part, frameworks) for part in caps.plan.devices])))
+        return sample_of((time.time(), tuple([read(device_plan, frameworks) for device_plan in caps.plan.devices])))
 
     def peaks(self) -> dict[str, dict[str, int]]:
         """The peak of bytes in use by UUID and framework, as of the last ledger or sample, for each framework of the
         budget that reports one."""
-        caps, found = self.caps, self.reader.peaks() if self.caps.off is None else {}
+        caps, found = self.caps, self.reader.peaks() if self.caps.suspended is None else {}
         return {uuid: {n: peak for n, peak in peaks.items() if n in caps.frameworks} for uuid, peaks in found.items()}
 
-    def _refused(self, request: RefusedRequest) -> str | None:
-        """Record a request that the allocator refused finally. Adapters call it. Returns the id of the record.
+    def _record_refusal(self, request: RefusedRequest) -> str | None:
+        """Record a request that the allocator has finally refused. Adapters call this. Returns the id of the record.
 
         It runs within the failing allocation, on the allocating thread. It takes no lock of the guard or the reader,
         because the lock's owner may be waiting for the allocator.
         """
         caps = self.caps
-        part = next((one for one in caps.plan.devices if one.device.uuid == request.uuid), None)
-        if part is None or caps.off is not None or not caps.active:
+        device_plan = next((one for one in caps.plan.devices if one.device.uuid == request.uuid), None)
+        if device_plan is None or caps.suspended is not None or not caps.active:
             return None
-        cap = part.caps.get(request.framework) if request.cap is None else request.cap
+        cap = device_plan.caps.get(request.framework) if request.cap is None else request.cap
         context: Callable[[], hooks.OomContext] = hooks.OomContext
         usages: Mapping[str, Usage | None] = {}
         try:
-            reading, processes = self.reader.read_unlocked(part, caps.frameworks)
+            reading, processes = self.reader.read_unlocked(device_plan, caps.frameworks)
         except MemguardError as error:  # a GPU is lost
             _log.debug("no reading at a refused request: %s", str(error))
             request = request._replace(cap=cap)
@@ -383,69 +391,80 @@ class Guard:
             entries = caps.entries
             enforcements = {name: entry.enforcement.value for name, entry in entries.items()}
             if (entry := entries.get(request.framework)) is not None and caps.drift_of(request.framework, entry):
-                enforcements[request.framework] = Enforcement.WATCHED.value  # the refusal did not come from this cap
+                enforcements[request.framework] = Enforcement.WATCHED.value  # a drifted cap did not cause the refusal
             others = {pid: size for pid, size in processes.items() if pid != caps.host.pid}
             now = request.time, caps.host.simulated
-            context = functools.partial(_context_of, reading, part, enforcements, others, caps.plan, self.budget, *now)
-        request = hooks.refused(request._replace(why_no_help=self.elastic.why_no_help(request, part, usages)), context)
+            context = functools.partial(
+                _context_of, reading, device_plan, enforcements, others, caps.plan, self.budget, *now
+            )
+        request = hooks.record_refusal(
+            request._replace(why_no_help=self.elastic.why_no_help(request, device_plan, usages)), context
+        )
         self.refusals.add(request)
         if self.callbacks.refusal is not None:
             self.callbacks.refusal(request)
         return request.id
 
     def require(self, framework: FrameworkName, size: int | str, device: Device | None = None) -> None:
-        """Raise BudgetExceeded if `framework` cannot get `size` more. May trim siblings' caches, on this thread."""
+        """Raise BudgetExceeded if `framework` cannot allocate `size` more. May trim siblings' caches, on this
+        thread."""
         caps = self.caps
-        if caps.off is not None:
-            caps.off.refuse("memguard.require")
+        if caps.suspended is not None:
+            caps.suspended.refuse("memguard.require")
         needed = size_of(size)
         if self.callbacks.checkpoint is not None:
             self.callbacks.checkpoint()
         self._find_drift(framework)
-        parts, looked = caps.plan.devices, False
-        if device is None and len(parts) == 1 and not caps.over and caps.pid == os.getpid():
-            if self._fits(framework, needed, parts[0]):  # the common case takes no lock
+        device_plans, checked = caps.plan.devices, False
+        if device is None and len(device_plans) == 1 and not caps.stopped and caps.pid == os.getpid():
+            if self._fits(framework, needed, device_plans[0]):  # the common case takes no lock
                 return
-            looked = True
+            checked = True
         with caps.lock:
             caps.check_active()
             caps.entry(framework)
-            for part in caps.used_by(framework) if device is None else [caps.planned(device)]:
-                if looked or not self._fits(framework, needed, part):
-                    self.admission.get().require(framework, needed, part.device)
+            for device_plan in caps.used_by(framework) if device is None else [caps.planned(device)]:
+                if checked or not self._fits(framework, needed, device_plan):
+                    self.admission.get().require(framework, needed, device_plan.device)
 
     def _make_admission(self) -> Admission:
         from memguard._guard.admission import Admission
 
         return Admission(self.caps, self.elastic, self.callbacks, self._find_drift)
 
-    def _fits(self, framework: str, needed: int, part: DevicePlan) -> bool:
-        """Whether `needed` bytes fit on that GPU now. Reads no sibling unless workloads hold reservations."""
+    def _fits(self, framework: str, needed: int, device_plan: DevicePlan) -> bool:
+        """Whether `needed` bytes fit on that GPU now. Reads siblings only if workloads hold reservations."""
         if not self.admission.idle:
-            return self.admission.get().fits(framework, needed, part.device)
+            return self.admission.get().fits(framework, needed, device_plan.device)
         caps = self.caps
-        footprint, name = caps.entry(framework).framework.footprint(needed), allocator_of(part, framework)
-        usages, memory = {name: caps.serving(framework, part).usage(part.device)}, caps.host.memory(part.device)
-        return policy.admit(framework, needed, footprint, part.caps[framework], usages, memory, name).refusal is None
+        footprint, name = caps.entry(framework).framework.footprint(needed), allocator_of(device_plan, framework)
+        usages, memory = (
+            {name: caps.serving(framework, device_plan).usage(device_plan.device)},
+            caps.host.memory(device_plan.device),
+        )
+        return (
+            policy.admit(framework, needed, footprint, device_plan.caps[framework], usages, memory, name).refusal
+            is None
+        )
 
     def make_room(self, framework: FrameworkName, needed: int, device: Device | None = None) -> Room:
         """Trim siblings and raise the cap so that `framework` can take `needed` bytes from the driver.
 
-        Runs on the calling thread. Trims no more than needed, the sibling with the largest reclaimable cache first, and
-        nothing where a trim is forbidden. Never raises for a lack of memory: `Room.missing` has the missing bytes.
+        Runs on the calling thread. Trims no more than needed, the sibling with the largest reclaimable cache first.
+        Trims nothing where that is forbidden. A lack of memory raises nothing: `Room.missing` has the missing bytes.
         """
-        self._on_the_gpus("making room")
+        self._refuse_while_suspended("making room")
         return self.elastic.make_room(framework, needed, device)
 
     def resize(self, framework: FrameworkName, size: int | str) -> None:
         """Change a cap on every GPU. A lowered cap trims the framework; memory still held above it is logged."""
-        self._on_the_gpus("memguard.resize")
+        self._refuse_while_suspended("memguard.resize")
         self._find_drift()
         self.elastic.resize(framework, size)
 
     def trim(self, framework: CacheName | None = None) -> int:
         """Trim the idle caches of one framework, or of all, on this thread. Returns the bytes freed."""
-        self._on_the_gpus("memguard.trim")
+        self._refuse_while_suspended("memguard.trim")
         return self.elastic.trim(framework)
 
     def rebalance(self, sample: Sample) -> Sample:
@@ -453,13 +472,13 @@ class Guard:
         Moves nothing while another thread holds the guard's lock."""
         return self.elastic.rebalance(sample)
 
-    def moved(self) -> list[Event]:
-        """The reclaim events since the last call: memory given back and caps moved."""
-        return self.elastic.moved()
+    def take_events(self) -> list[Event]:
+        """The reclaim events since the last call: returned memory and moved caps."""
+        return self.elastic.take_events()
 
     def reserved_not_taken(self, framework: FrameworkName, uuid: str) -> int:
         """Bytes that the framework's workloads have reserved on that GPU and not yet allocated. Takes no lock."""
-        return self.admission.not_taken_now(framework, uuid)
+        return self.admission.read_reserved_not_taken(framework, uuid)
 
     def workload(
         self, name: str, *, framework: FrameworkName, needs: int | str | None = None, wait: float | str | None = None
@@ -474,28 +493,28 @@ class Guard:
         self, name: str, framework: FrameworkName, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
         """Begin a workload. Blocks while it waits for a reservation."""
-        if self.caps.off is not None:
-            self.caps.off.refuse(f"workload {name!r}")
+        if self.caps.suspended is not None:
+            self.caps.suspended.refuse(f"workload {name!r}")
         return self.admission.get().begin(name, framework, needs, wait)
 
     async def begin_workload_in_loop(
         self, name: str, framework: FrameworkName, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """As `begin_workload`, without blocking the event loop."""
-        if self.caps.off is not None:
-            self.caps.off.refuse(f"workload {name!r}")
+        """Like `begin_workload`, without blocking the event loop."""
+        if self.caps.suspended is not None:
+            self.caps.suspended.refuse(f"workload {name!r}")
         return await self.admission.get().begin_in_loop(name, framework, needs, wait)
 
     def reclaimable(self) -> Reclaimable:
-        """The bytes that each framework could give back. Trims nothing."""
-        self._on_the_gpus("memguard.reclaimable")
+        """The bytes that each framework could return to the driver. Trims nothing."""
+        self._refuse_while_suspended("memguard.reclaimable")
         from memguard._guard.figures import of_sample
 
         return of_sample(self.sample(), self.caps.plan, self.caps.host.simulated)
 
     def __repr__(self) -> str:
         """One line, for a prompt; `print` shows the plan."""
-        gpus = ", ".join(part.device.name for part in self.plan.devices)
+        gpus = ", ".join(device_plan.device.name for device_plan in self.plan.devices)
         mark = " (simulated)" if self.host.simulated else ""
         state = "active" if self.active else "not active"
         return shown(
@@ -505,14 +524,14 @@ class Guard:
     def __str__(self) -> str:
         from memguard._base.displays import plan_text
 
-        return shown(plan_text(*self._said()))
+        return shown(plan_text(*self._plan_and_caps()))
 
     def _repr_html_(self) -> str:
         from memguard._base.displays import plan_html
 
-        return plan_html(*self._said())
+        return plan_html(*self._plan_and_caps())
 
-    def _said(self) -> tuple[Plan, dict[str, str], list[str]]:
+    def _plan_and_caps(self) -> tuple[Plan, dict[str, str], list[str]]:
         """The plan, the enforcement of each cap, and the notes."""
         self._find_drift()
         caps = self.caps
@@ -520,7 +539,7 @@ class Guard:
 
     def _start_framework(self, name: str, entry: CappedFramework, state: State) -> None:
         if state is State.ABSENT:
-            self._absent(name, entry)
+            self._mark_absent(name, entry)
         elif state is State.IMPORTABLE:
             entry.framework.prepare(self.undo)
             self._hook.watch(entry.framework.hook, lambda: self._imported(name))
@@ -530,17 +549,17 @@ class Guard:
     def _imported(self, name: str) -> None:
         """Set the cap of a framework that is being imported. Runs on the importing thread; its errors fail the import.
 
-        It waits `_IMPORT` seconds for the lock. If that is too short, a later call sets the cap (`_set_late`).
+        It waits `_IMPORT_LOCK_TIMEOUT` seconds for the lock. If that is too short, `_cap_uncapped` sets the cap later.
         """
-        if self.caps.off is not None:  # the cap is set when the process resumes
-            suspension.put_off(lambda: self._imported(name))
-        elif self.caps.turn.take(self._apply_imported, _IMPORT, name) is None:
-            self._late.add(name)
+        if self.caps.suspended is not None:  # the cap is set when the process resumes
+            suspension.defer(lambda: self._imported(name))
+        elif self.caps.locked.run(self._apply_imported, _IMPORT_LOCK_TIMEOUT, name) is None:
+            self._uncapped.add(name)
             _log.warning(
                 "%s: its cap is not set yet: another thread held memguard's lock for %g s while it was imported; the "
                 "next ledger, request for room or sample of the monitor sets it",
                 name,
-                _IMPORT,
+                _IMPORT_LOCK_TIMEOUT,
             )
 
     def _apply_imported(self, name: str) -> None:
@@ -550,78 +569,77 @@ class Guard:
         if entry.enforcement is not Enforcement.PENDING:
             return
         if entry.framework.state() is State.ABSENT:
-            self._absent(name, entry)
+            self._mark_absent(name, entry)
         else:
             self._apply(name, entry)
 
-    def _set_late(self) -> None:
-        """Set the caps of `_late`, unless the lock is held now."""
-        for name in [*self._late]:
-            if self.caps.turn.mine or self.caps.turn.take(self._apply_late, 0, name) is None:
+    def _cap_uncapped(self) -> None:
+        """Set the caps of `_uncapped`, unless the lock is held now."""
+        for name in [*self._uncapped]:
+            if self.caps.locked.held_here or self.caps.locked.run(self._cap_after_import, 0, name) is None:
                 return
-            self._late.discard(name)
+            self._uncapped.discard(name)
 
-    def _apply_late(self, name: str) -> None:
+    def _cap_after_import(self, name: str) -> None:
         try:
             self._apply_imported(name)
-        except Exception as error:  # the import has ended, so the error cannot fail it
+        except Exception as error:  # the import has ended, so this error cannot fail it
             self.caps.entries[name].enforcement = Enforcement.WATCHED
-            self.caps.lend_nothing_to(name)
+            self.caps.lower_to_min(name)
             self.caps.warn(f"{name}: its cap could not be set after its import: {words_of(error)}")
 
     def _find_drift(self, only: str | None = None) -> None:
-        if self._late and self.caps.off is None:
-            self._set_late()
+        if self._uncapped and self.caps.suspended is None:
+            self._cap_uncapped()
         self.caps.find_drift(only)
 
-    def _on_the_gpus(self, what: str) -> None:
+    def _refuse_while_suspended(self, what: str) -> None:
         """Raise Suspended if the process is suspended. `what` names the call."""
-        if (off := self.caps.off) is not None:
-            off.refuse(what)
+        if (suspended := self.caps.suspended) is not None:
+            suspended.refuse(what)
 
-    def _absent(self, name: str, entry: CappedFramework) -> None:
+    def _mark_absent(self, name: str, entry: CappedFramework) -> None:
         entry.enforcement = Enforcement.ABSENT
-        self.caps.lend_nothing_to(name)
+        self.caps.lower_to_min(name)
         self.caps.warn(f"{name}: {entry.framework.why_absent()}; its share stays free")
 
     def _apply(self, name: str, entry: CappedFramework) -> None:
         framework = entry.framework
         if framework.fixed():
-            self.caps.lend_nothing_to(name)
-        self.undo.add(name, lambda: self._take_back(name, framework.changes.run))  # undoes an interrupted `apply`
-        applied = framework.apply(self.caps.plan.caps(name), self.caps.plan.options.get(name, {}))
-        if applied.undo is not None:
-            undo = applied.undo
-            self.undo.add(name, lambda: self._take_back(name, undo))
-        framework.changes.clear()
-        if self.caps.over:  # a signal handler called `stop` within `apply`
+            self.caps.lower_to_min(name)
+        undo = Undo(self._undo_failed)
+        self.undo.add(name, undo.run)
+        try:
+            applied = framework.apply(self.caps.plan.caps(name), self.caps.plan.options.get(name, {}), undo)
+        except BaseException:
+            undo.run()
+            raise
+        if self.caps.stopped:  # a signal handler called `stop` within `apply`, which has added steps since
+            self.undo.add(name, undo.run)
             self.undo.run()
             return
         entry.enforcement = applied.enforcement
         if applied.enforcement is not Enforcement.ENFORCED:
-            self.caps.lend_nothing_to(name)
+            self.caps.lower_to_min(name)
         if applied.permanent is not None:
             self.permanent.append(f"{name}: {applied.permanent}")
         for note in applied.notes:
             self.caps.note(note)
         self.elastic.trim_above_cap(name)
 
-    def _take_back(self, what: str, undo: Callable[[], None]) -> None:
-        """Run one undo step. A step that fails is recorded in `_not_undone`, and the other steps run."""
-        try:
-            undo()
+    def _undo_failed(self, name: str, error: BaseException) -> None:
+        """Record why a framework's undo step failed, for `stop`. An interrupted step is run again."""
+        if isinstance(error, CapNotApplied):
+            stays = f"{name}: stays: {error.reason}"
+        elif isinstance(error, Exception):
+            stays = f"{name}: could not be undone: {words_of(error)}"
+        else:
+            _log.warning("%s: the undoing was interrupted; memguard.shutdown() or the next init finishes it", name)
             return
-        except CapNotApplied as error:
-            stays = f"{what}: stays: {error.reason}"
-        except Exception as error:
-            stays = f"{what}: could not be undone: {words_of(error)}"
-        except BaseException:  # Ctrl-C: `Undo` runs the other steps and raises it afterwards
-            _log.warning("%s: the undoing was interrupted; memguard.shutdown() or the next init finishes it", what)
-            raise
         if stays not in self._not_undone:
             self._not_undone.append(stays)
 
-    def _cure(self, states: Mapping[str, State]) -> None:
+    def _prevent_conflicts(self, states: Mapping[str, State]) -> None:
         """Prevent conflicts between the CUDA runtimes of the budget's installed frameworks."""
         if self.caps.host.simulated:
             return
@@ -630,25 +648,25 @@ class Guard:
             self.permanent.append(f"{name}: the CUDA runtime loaded first stays loaded")
 
     def busy(self) -> Iterator[tuple[str, int | None]]:
-        """A warning for each GPU where other processes hold so much that the limit is not available, and the bytes that
-        this process holds there (None: unknown)."""
-        self._on_the_gpus("a look at the GPUs' other processes")
-        for part in self.caps.plan.devices:
-            active = self.caps.host.context_active(part.device)
-            own = own_bytes(self.caps.host.processes(part.device), self.caps.host.pid, bool(active))
-            if (warning := policy.busy(part, self.caps.host.memory(part.device), own)) is not None:
+        """A warning for each GPU where other processes hold part of the limit's memory, and the bytes that this process
+        holds there (None if unknown)."""
+        self._refuse_while_suspended("a look at the GPUs' other processes")
+        for device_plan in self.caps.plan.devices:
+            active = self.caps.host.context_active(device_plan.device)
+            own = own_bytes(self.caps.host.processes(device_plan.device), self.caps.host.pid, bool(active))
+            if (warning := policy.busy(device_plan, self.caps.host.memory(device_plan.device), own)) is not None:
                 yield warning, own
 
     def _warn_where_busy(self) -> None:
         for warning, own in self.busy():
-            if self.budget.on_busy == "raise" and own is not None:  # if unknown, this process may hold the memory
+            if self.budget.on_busy == "raise" and own is not None:  # if unknown, it may be this process's own memory
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")
             self.caps.warn(warning)
 
     def _warn_of_mps(self) -> None:
-        """Warn for each GPU where CUDA's Multi-Process Service gives this process less than the budget's limit."""
+        """Warn for each GPU where CUDA's Multi-Process Service limits this process to less than the budget's limit."""
         given = os.environ.get("CUDA_MPS_PINNED_DEVICE_MEM_LIMIT")
         if given and not self.caps.host.simulated:
             from memguard._budget import mps
@@ -659,7 +677,7 @@ class Guard:
 
 def _context_of(
     reading: Reading,
-    part: DevicePlan,
+    device_plan: DevicePlan,
     enforcements: Mapping[str, str],
     others: Mapping[int, int | None],
     plan: Plan,
@@ -667,6 +685,6 @@ def _context_of(
     when: float,
     simulated: bool,
 ) -> hooks.OomContext:
-    """The context of an out-of-memory report, built from a reading at the refusal."""
-    ledger = Ledger(when, (device_ledger(reading, part, enforcements),), simulated)
-    return hooks.OomContext(ledger, plan, {part.device.uuid: others}, budget=budget)
+    """The context for an out-of-memory report, from a reading at the refusal."""
+    ledger = Ledger(when, (device_ledger(reading, device_plan, enforcements),), simulated)
+    return hooks.OomContext(ledger, plan, {device_plan.device.uuid: others}, budget=budget)

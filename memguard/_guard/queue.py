@@ -1,7 +1,7 @@
 """Thread-safe reservations: compare-and-swap updates, waiting and wake-up.
 
-`Reservations` are immutable. A compare-and-swap on object identity replaces them. A reservation lives as long as its
-`Ticket`, so that an interrupted thread leaves nothing reserved.
+`Reservations` are immutable. An update replaces the object by a compare-and-swap on its identity. A reservation is
+removed when its `Ticket` is garbage-collected, so that an interrupted thread leaves no reservation behind.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from collections.abc import Callable
 from typing import Any
 
 from memguard._base.blocks import WITHIN
-from memguard._base.locks import Rank, Turn
-from memguard._guard import reservations
-from memguard._guard.reservations import EMPTY, Reservations
+from memguard._base.locks import LockedRunner, LockOrder
+from memguard._guard.reservations import EMPTY, Reservations, ended
 
-_PATIENCE = 1.0
+_LOCK_TIMEOUT = 1.0
 """Seconds to wait for a compare-and-swap of another thread, which normally takes microseconds."""
 _numbers = itertools.count(1)
 
 
 class Ticket:
-    """The handle of one workload among the reservations. The workload first waits, then holds its reservation."""
+    """The handle of one workload's reservation, from the beginning of its wait to the end of its block."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
-        self.over = False
-        self.here = whereabouts()
+        self.ended = False
+        self.created_by = thread_and_task()
         self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # `put` is reentrant
         self._wake: Callable[[], object] = functools.partial(self._woken.put, None)  # no reference cycle: freed at once
 
@@ -49,13 +48,13 @@ class Ticket:
                 self._woken.get_nowait()
 
     async def pause_in_loop(self, seconds: float) -> None:
-        """As `pause`, without blocking the event loop."""
+        """Like `pause`, without blocking the event loop."""
         import asyncio
 
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         before, self._wake = self._wake, lambda: loop.call_soon_threadsafe(event.set)
         try:
-            if self._woken.empty():  # else `wake` was called already
+            if self._woken.empty():  # otherwise `wake` was called already
                 await asyncio.wait_for(event.wait(), seconds)
         except TimeoutError:
             pass
@@ -71,7 +70,7 @@ class ReservationQueue:
 
     def __init__(self) -> None:
         self.current: Reservations = EMPTY
-        self._turn = Turn(rank=Rank.RESERVATIONS)
+        self._locked = LockedRunner(order=LockOrder.RESERVATIONS)
         self._tickets: dict[int, weakref.ref[Ticket]] = {}
 
     @property
@@ -81,39 +80,39 @@ class ReservationQueue:
 
     def forked(self) -> None:
         """Drop all reservations and the parent's lock in a forked child."""
-        self.current, self._turn, self._tickets = EMPTY, Turn(rank=Rank.RESERVATIONS), {}
+        self.current, self._locked, self._tickets = EMPTY, LockedRunner(order=LockOrder.RESERVATIONS), {}
 
     def ticket(self) -> Ticket:
         made = Ticket()
-        self._tickets[made.number] = weakref.ref(made, functools.partial(self._gone, made.number))
+        self._tickets[made.number] = weakref.ref(made, functools.partial(self._collected, made.number))
         return made
 
     def replace(self, before: Reservations, after: Reservations) -> bool:
         """Compare-and-swap: replace `before` with `after`. False if `before` is no longer current: read again."""
 
         def put() -> bool:
-            if self.current is before:  # Python runs no signal handler between this line and the next
+            if self.current is before:  # Python runs no signal handler before the next line
                 self.current = after
                 return True
             return False
 
-        return self._turn.take(put, _PATIENCE) == (True,)
+        return self._locked.run(put, _LOCK_TIMEOUT) == (True,)
 
-    def settled(self) -> Reservations:
-        """Remove reservations whose ticket is over or was garbage-collected. Returns the rest."""
+    def prune(self) -> Reservations:
+        """Remove reservations whose ticket has ended or was garbage-collected. Returns the rest."""
         while True:
-            before = book = self.current
-            for number in self._dead(book):
-                book = reservations.ended(book, number)
-            if book is before or self.replace(before, book):
-                return book
+            before = found = self.current
+            for number in self._ended(found):
+                found = ended(found, number)
+            if found is before or self.replace(before, found):
+                return found
 
-    def view(self) -> Reservations:
-        """As `settled`, without replacing the current ones: for calls within an allocation."""
-        book = self.current
-        for number in self._dead(book):
-            book = reservations.ended(book, number)
-        return book
+    def pruned(self) -> Reservations:
+        """The result of `prune`, without replacing the current reservations: for calls within an allocation."""
+        found = self.current
+        for number in self._ended(found):
+            found = ended(found, number)
+        return found
 
     def leave(
         self,
@@ -129,71 +128,71 @@ class ReservationQueue:
         """
         leave(ticket)
         try:
-            while ticket.number in (now := self.settled()).ids:
+            while ticket.number in (now := self.prune()).ids:
                 found = in_use if in_use is not None and now is before else read()
-                if self.replace(now, reservations.ended(now, ticket.number, found)):
+                if self.replace(now, ended(now, ticket.number, found)):
                     break
         finally:
-            ticket.over = True
+            ticket.ended = True
             self._tickets.pop(ticket.number, None)
             self.wake()
 
-    def here(self, numbers: frozenset[int]) -> frozenset[int]:
-        """The tickets that the current thread or task created. It can end only these."""
-        own, found = whereabouts(), set()
+    def created_here(self, numbers: frozenset[int]) -> frozenset[int]:
+        """The tickets among `numbers` that the current thread or task created. It can end only these."""
+        own, found = thread_and_task(), set()
         for number in numbers:
             ticket = known() if (known := self._tickets.get(number)) is not None else None
-            if ticket is not None and ticket.here == own:
+            if ticket is not None and ticket.created_by == own:
                 found.add(number)
         return frozenset(found)
 
     def wake(self) -> None:
         """Wake all waiting tickets, because memory may have become free."""
-        for entry in self.current.waiting:
-            found = self._tickets.get(entry.id)
+        for reservation in self.current.waiting:
+            found = self._tickets.get(reservation.id)
             if found is not None and (ticket := found()) is not None:
                 ticket.wake()
 
-    def _dead(self, book: Reservations) -> list[int]:
+    def _ended(self, reservations: Reservations) -> list[int]:
         dead = []
-        for entry in (*book.active, *book.waiting):
-            found = self._tickets.get(entry.id)
+        for reservation in (*reservations.active, *reservations.waiting):
+            found = self._tickets.get(reservation.id)
             ticket = found() if found is not None else None
-            if ticket is None or ticket.over:
-                dead.append(entry.id)
+            if ticket is None or ticket.ended:
+                dead.append(reservation.id)
         return dead
 
-    def _gone(self, number: int, _: Any) -> None:
+    def _collected(self, number: int, _: Any) -> None:
         """Called when a ticket is garbage-collected. Its block may have been interrupted before `leave`."""
         self._tickets.pop(number, None)
         if self.current is not EMPTY:
             self.wake()
 
 
-def within() -> frozenset[int]:
-    """The numbers of the tickets whose blocks enclose the running code. Some tickets may be over."""
+def enclosing_tickets() -> frozenset[int]:
+    """The numbers of the tickets whose blocks enclose the running code. Some tickets may have ended."""
     return WITHIN.get()
 
 
-def enter(ticket: Ticket, mine: frozenset[int]) -> None:
-    """Enter a ticket's block. `mine`: the enclosing tickets that are not over."""
-    WITHIN.set(mine | {ticket.number})
+def enter(ticket: Ticket, enclosing: frozenset[int]) -> None:
+    """Enter a ticket's block. `enclosing`: the enclosing tickets that have not ended."""
+    WITHIN.set(enclosing | {ticket.number})
 
 
 def leave(ticket: Ticket) -> None:
-    """Leave a ticket's block. `ContextVar.reset` would raise if a generator is closed in another context."""
+    """Leave a ticket's block. Not by `ContextVar.reset`, which raises if a generator is closed in another context."""
     found = WITHIN.get()
     if ticket.number in found:
         WITHIN.set(found - {ticket.number})
 
 
-def whereabouts() -> tuple[int, int]:
+def thread_and_task() -> tuple[int, int]:
     """The ids of the current thread and the current task; 0 for no task."""
     task = _task()
     return threading.get_ident(), 0 if task is None else id(task)
 
 
-def who() -> str:
+def owner_name() -> str:
     """The name of the current task, or else of the current thread."""
     task = _task()
     return f"thread {threading.current_thread().name}" if task is None else f"task {task.get_name()}"

@@ -1,4 +1,4 @@
-"""Builds the BudgetExceeded error of a refused request: the missing memory, who holds it, and the fix. Pure."""
+"""Builds the BudgetExceeded error of a refused request: the missing memory, its holders, and the fix. Pure."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from memguard._base.types import DevicePlan, MemoryInfo, Room
 from memguard._base.units import format_size
 from memguard._budget import policy
 from memguard._budget.shared_pool import clients
-from memguard._guard import reservations
-from memguard._guard.reservations import Reservations, Verdict
+from memguard._guard.reservations import AdmissionResult, Reservations, ended, reservation_lines
 from memguard.errors import BudgetExceeded
 
 
-class Look(NamedTuple):
-    """One reading of one GPU, and the verdict under `book` and `part`. `in_use` is by framework, in bytes."""
+class Snapshot(NamedTuple):
+    """One reading of one GPU, and the admission result computed from it. `in_use`: bytes by framework."""
 
-    book: Reservations
-    part: DevicePlan
+    reservations: Reservations
+    device_plan: DevicePlan
     memory: MemoryInfo
-    verdict: Verdict
+    result: AdmissionResult
     in_use: Mapping[str, int | None]
 
     @property
     def fits(self) -> bool:
-        return self.verdict.refusal is None and not self.verdict.trim
+        return self.result.refusal is None and not self.result.trim
 
 
 class Waiting(NamedTuple):
-    """A workload that requests memory: its ticket number, and the start and end of its wait as `time.monotonic()`."""
+    """A requesting workload: its ticket's number, and the start and end of its wait as `time.monotonic()`."""
 
     number: int
     began: float
@@ -38,34 +37,36 @@ class Waiting(NamedTuple):
 
 
 def refused(
-    framework: str, needed: int, look: Look, room: Room, now: float, waiting: Waiting | None = None
+    framework: str, needed: int, snapshot: Snapshot, room: Room, now: float, waiting: Waiting | None = None
 ) -> BudgetExceeded:
     """The error of a refused request. `room`: the result of reclaim. `waiting`: the requesting workload, if any."""
-    verdict, book = look.verdict, look.book
-    assert verdict.refusal is not None
-    advice = policy.elastic_advice(verdict.refusal, look.part, room)
-    said, fix = advice.reason, advice.fix
+    result, reservations = snapshot.result, snapshot.reservations
+    assert result.refusal is not None
+    advice = policy.elastic_advice(result.refusal, snapshot.device_plan, room)
+    reason, fix = advice.reason, advice.fix
     if waiting is not None:
-        book = reservations.ended(book, waiting.number)
-    lines = reservations.who_holds(book, look.part.device.uuid, look.in_use, now)
-    patient = waiting is not None and waiting.deadline > waiting.began
-    if waiting is not None and patient and now >= waiting.deadline:
+        reservations = ended(reservations, waiting.number)
+    lines = reservation_lines(reservations, snapshot.device_plan.device.uuid, snapshot.in_use, now)
+    can_wait = waiting is not None and waiting.deadline > waiting.began
+    if waiting is not None and can_wait and now >= waiting.deadline:
         after = f"{now - waiting.began:.1f} s"
-        said += (
-            f", after {after} in which it waited its turn" if verdict.reserved else f"\n    it waited {after} for this"
+        reason += (
+            f", after {after} in which it waited its turn" if result.reserved else f"\n    it waited {after} for this"
         )
-    if verdict.reserved:
-        longer = "let it wait longer" if patient else 'wait="60s" waits its turn'
+    if result.reserved:
+        longer = "let it wait longer" if can_wait else 'wait="60s" waits its turn'
         fix = f"{longer if waiting is not None else 'ask again once one of them has ended'}, or reserve less"
     if lines:
-        said += ":" if verdict.reserved else "\n    reserved or waited for on this GPU:"
-    return BudgetExceeded(framework, needed, verdict.available, Advice("\n      ".join([said, *lines]), fix))
+        reason += ":" if result.reserved else "\n    reserved or waited for on this GPU:"
+    return BudgetExceeded(framework, needed, result.available, Advice("\n      ".join([reason, *lines]), fix))
 
 
-def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
+def trim_failed(framework: str, needed: int, snapshot: Snapshot) -> BudgetExceeded:
     """The error if a trim returned less memory than needed."""
-    names, memory = " and ".join(look.verdict.trim), look.memory
-    who = " and ".join(client for name in look.verdict.trim for client in clients(look.part, name))
+    names, memory = " and ".join(snapshot.result.trim), snapshot.memory
+    client_names = " and ".join(
+        client for name in snapshot.result.trim for client in clients(snapshot.device_plan, name)
+    )
     return BudgetExceeded(
         framework,
         needed,
@@ -74,19 +75,19 @@ def stuck(framework: str, needed: int, look: Look) -> BudgetExceeded:
             f"{framework} needs {format_size(needed)}, {policy.card(memory)} has {format_size(memory.free)} "
             f"free, and the cache of {names} could not be given back from here (fragmented, another thread's, "
             "or a CUDA graph is being captured)",
-            f"call memguard.trim() on the thread that runs {who}",
+            f"call memguard.trim() on the thread that runs {client_names}",
         ),
     )
 
 
-def most(part: DevicePlan, framework: str) -> int:
+def highest_cap(device_plan: DevicePlan, framework: str) -> int:
     """The highest possible cap on one GPU, in bytes: the framework's max, or less if siblings' minima need the room."""
-    if framework not in part.elastic:
-        return part.caps[framework]
-    return min(part.elastic[framework][1], policy.beside_minima(part, framework))
+    if framework not in device_plan.elastic:
+        return device_plan.caps[framework]
+    return min(device_plan.elastic[framework][1], policy.guaranteed_cap(device_plan, framework))
 
 
-def no_room(framework: str, look: Look) -> Room | None:
+def no_room(framework: str, snapshot: Snapshot) -> Room | None:
     """An empty `Room` if nothing can be trimmed and the cap cannot rise; None if reclaim may help."""
-    can_rise = look.part.caps[framework] < most(look.part, framework)
-    return None if look.verdict.trim or can_rise else Room({}, None, 0, {})
+    can_rise = snapshot.device_plan.caps[framework] < highest_cap(snapshot.device_plan, framework)
+    return None if snapshot.result.trim or can_rise else Room({}, None, 0, {})

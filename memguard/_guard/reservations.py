@@ -1,8 +1,8 @@
 """Reservations: the bytes that each workload reserved per framework and GPU, and the queue of waiting ones. Pure.
 
-A workload allocates its reserved memory bit by bit, and frameworks do not report which array belongs to which workload.
-Only the sum over all arrays of a framework is known: its `in_use`. So all reservations of one framework on one GPU are
-accounted together:
+A workload allocates its reserved memory bit by bit, and frameworks do not report to which workload an array belongs.
+They report only the sum over all their arrays, `in_use`. So the reservations of one framework on one GPU are accounted
+as one sum:
 
     open = Σ sizes − growth          growth = in_use − base, between 0 and Σ sizes
 
@@ -12,13 +12,13 @@ as none exceeds its size:
 
 - The first workload begins: base = in_use.
 - Another begins: base = in_use − Σ sizes of the earlier ones, if that is larger: then they exceeded their reservations.
-- One ends: base = base + its size, but at most in_use. It is unknown whether it freed its arrays or others have
-  allocated theirs, so all its bytes are assumed to remain.
+- One ends: base = base + its size, but at most in_use. Whether it freed its arrays is unknown, so all its bytes are
+  assumed to remain allocated.
 - in_use is read below base: base = in_use. Older arrays were freed.
 
 Arrays allocated outside every workload count as growth of the workloads. An unknown figure (None) counts as no growth.
 
-A workload within another of the same framework uses the outer reservation, if that may still have enough bytes left.
+A workload within another of the same framework uses the outer reservation if enough of it may be unallocated.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from memguard._base.advice import Advice
-from memguard._base.types import MemoryInfo, Usage
+from memguard._base.types import MemoryInfo, Usage, cached
 from memguard._base.units import format_size
 from memguard._budget import policy
 
 Key = tuple[str, str]
 """Framework and GPU (UUID)."""
 _SHOWN = 12
-"""Lines of holders and waiting workloads in a message."""
+"""The most lines of holders and waiting workloads in a message."""
 
 
 class Reservation(NamedTuple):
     """The reservation of one workload, held or waiting: `size` bytes of `framework` on each of `uuids`.
 
-    `asked`: the bytes that the program requested. `size` is 0 if the outer workload's reservation covers them. `since`:
-    when it began to hold or wait, as `time.monotonic()`. `outer`: the enclosing workloads. `who`: the name of the
-    thread or task.
+    `requested`: the bytes that the program requested. `size` is 0 if the outer workload's reservation covers them.
+    `since`: the time at which it began to hold or wait, as `time.monotonic()`. `outer`: the enclosing workloads.
+    `owner`: the name of its thread or task.
     """
 
     id: int
     name: str
     framework: str
-    asked: int
+    requested: int
     uuids: tuple[str, ...]
     since: float
-    who: str
+    owner: str
     outer: frozenset[int] = frozenset()
     size: int = 0
 
@@ -68,116 +68,123 @@ class Reservations(NamedTuple):
     @property
     def ids(self) -> frozenset[int]:
         """The ids of all active and waiting reservations."""
-        return frozenset(entry.id for entry in (*self.active, *self.waiting))
+        return frozenset(reservation.id for reservation in (*self.active, *self.waiting))
 
 
 EMPTY = Reservations()
 
 
-def begun(book: Reservations, entry: Reservation, in_use: Mapping[str, int | None]) -> Reservations:
-    """Add `entry` to the active reservations. `in_use`: the framework's bytes by UUID."""
-    bases = dict(book.bases)
-    for uuid in entry.uuids if entry.size else ():
-        key, now = (entry.framework, uuid), in_use.get(uuid)
-        before = _sizes(book.active, *key)
+def begun(reservations: Reservations, reservation: Reservation, in_use: Mapping[str, int | None]) -> Reservations:
+    """Add `reservation` to the active reservations. `in_use`: the framework's bytes by UUID."""
+    bases = dict(reservations.bases)
+    for uuid in reservation.uuids if reservation.size else ():
+        key, now = (reservation.framework, uuid), in_use.get(uuid)
+        before = _sizes(reservations.active, *key)
         base = bases.get(key)
         if not before or base is None:
             bases[key] = now
         elif now is not None:
             bases[key] = max(min(base, now), now - before)
-    waiting = tuple(one for one in book.waiting if one.id != entry.id)
-    return Reservations((*book.active, entry), waiting, bases)
+    waiting = tuple(one for one in reservations.waiting if one.id != reservation.id)
+    return Reservations((*reservations.active, reservation), waiting, bases)
 
 
-def ended(book: Reservations, number: int, in_use: Mapping[str, int | None] | None = None) -> Reservations:
+def ended(reservations: Reservations, number: int, in_use: Mapping[str, int | None] | None = None) -> Reservations:
     """Remove the reservation `number`, active or waiting. `in_use` as for `begun`; None: unknown."""
-    entry = next((one for one in book.active if one.id == number), None)
-    active = tuple(one for one in book.active if one.id != number)
-    waiting = tuple(one for one in book.waiting if one.id != number)
-    bases = dict(book.bases)
-    for uuid in entry.uuids if entry is not None and entry.size else ():
-        assert entry is not None
-        key, now = (entry.framework, uuid), (in_use or {}).get(uuid)
+    reservation = next((one for one in reservations.active if one.id == number), None)
+    active = tuple(one for one in reservations.active if one.id != number)
+    waiting = tuple(one for one in reservations.waiting if one.id != number)
+    bases = dict(reservations.bases)
+    for uuid in reservation.uuids if reservation is not None and reservation.size else ():
+        assert reservation is not None
+        key, now = (reservation.framework, uuid), (in_use or {}).get(uuid)
         base = bases.get(key)
         if not _sizes(active, *key):
             bases.pop(key, None)
         elif base is None:
             bases[key] = now
         else:
-            bases[key] = base + entry.size if now is None else min(base + entry.size, now)
+            bases[key] = base + reservation.size if now is None else min(base + reservation.size, now)
     return Reservations(active, waiting, bases) if active or waiting else EMPTY
 
 
-def queued(book: Reservations, entry: Reservation) -> Reservations:
-    """Append `entry` to the waiting reservations."""
-    return book._replace(waiting=(*book.waiting, entry))
+def queued(reservations: Reservations, reservation: Reservation) -> Reservations:
+    """Append `reservation` to the waiting reservations."""
+    return reservations._replace(waiting=(*reservations.waiting, reservation))
 
 
-def seen(book: Reservations, framework: str, in_use: Mapping[str, int | None]) -> Reservations:
+def with_lower_bases(reservations: Reservations, framework: str, in_use: Mapping[str, int | None]) -> Reservations:
     """Lower the bases above `in_use`. Returns the same object if there are none."""
     lower = {
         (framework, uuid): now
         for uuid, now in in_use.items()
-        if now is not None and (base := book.bases.get((framework, uuid))) is not None and now < base
+        if now is not None and (base := reservations.bases.get((framework, uuid))) is not None and now < base
     }
-    return book._replace(bases={**book.bases, **lower}) if lower else book
+    return reservations._replace(bases={**reservations.bases, **lower}) if lower else reservations
 
 
-def growth(book: Reservations, framework: str, uuid: str, in_use: int | None) -> int:
+def growth(reservations: Reservations, framework: str, uuid: str, in_use: int | None) -> int:
     """The bytes that the active workloads of one framework have allocated of their reservations, together."""
-    base = book.bases.get((framework, uuid))
+    base = reservations.bases.get((framework, uuid))
     if in_use is None or base is None:
         return 0
-    return max(min(in_use - base, _sizes(book.active, framework, uuid)), 0)
+    return max(min(in_use - base, _sizes(reservations.active, framework, uuid)), 0)
 
 
 def reserved_not_taken(
-    book: Reservations, framework: str, uuid: str, in_use: int | None, without: Collection[int] = frozenset()
+    reservations: Reservations, framework: str, uuid: str, in_use: int | None, without: Collection[int] = frozenset()
 ) -> int:
     """The bytes reserved and not yet allocated. `without`: reservations that do not count.
 
     Allocated bytes are attributed to `without` first, so that the result is never too small.
     """
-    sizes = _sizes(book.active, framework, uuid)
-    theirs = _sizes([one for one in book.active if one.id in without], framework, uuid)
-    taken = growth(book, framework, uuid, in_use)
+    sizes = _sizes(reservations.active, framework, uuid)
+    theirs = _sizes([one for one in reservations.active if one.id in without], framework, uuid)
+    taken = growth(reservations, framework, uuid, in_use)
     return sizes - theirs - max(taken - theirs, 0)
 
 
-def may_have_left(book: Reservations, framework: str, uuid: str, in_use: int | None, mine: Collection[int]) -> int:
-    """An upper bound of the bytes that the reservations `mine` have not yet allocated."""
-    sizes = _sizes(book.active, framework, uuid)
-    own = _sizes([one for one in book.active if one.id in mine], framework, uuid)
-    taken = growth(book, framework, uuid, in_use)
-    beside = sum(  # bytes that inner workloads already use of these reservations
-        one.asked
-        for one in book.active
-        if not one.size and one.id not in mine and one.outer & frozenset(mine) and _is_of(one, framework, uuid)
+def most_not_taken(
+    reservations: Reservations, framework: str, uuid: str, in_use: int | None, enclosing: Collection[int]
+) -> int:
+    """An upper bound of the bytes of the reservations `enclosing` that are not yet allocated."""
+    sizes = _sizes(reservations.active, framework, uuid)
+    own = _sizes([one for one in reservations.active if one.id in enclosing], framework, uuid)
+    taken = growth(reservations, framework, uuid, in_use)
+    beside = sum(  # the bytes that inner workloads requested from these reservations
+        one.requested
+        for one in reservations.active
+        if not one.size
+        and one.id not in enclosing
+        and one.outer & frozenset(enclosing)
+        and _is_of(one, framework, uuid)
     )
     return max(own - max(taken - (sizes - own), 0) - beside, 0)
 
 
-def ahead(book: Reservations, number: int | None, mine: Collection[int]) -> tuple[Reservation, ...]:
+def served_before(
+    reservations: Reservations, number: int | None, enclosing: Collection[int]
+) -> tuple[Reservation, ...]:
     """The waiting reservations that are served before `number`; all of them if it is not queued yet.
 
-    None of them if an active workload encloses it: they may be waiting for the end of that workload.
+    Empty if an active workload encloses it, because the others may be waiting for the end of that workload.
     """
-    if any(one.id in mine for one in book.active):
+    if any(one.id in enclosing for one in reservations.active):
         return ()
     found: list[Reservation] = []
-    for one in book.waiting:
+    for one in reservations.waiting:
         if one.id == number:
             break
         found.append(one)
     return tuple(found)
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """A request for bytes of one framework on one GPU. `footprint` as for `Framework.footprint`; `cap` in bytes.
 
-    `mine`: the reservations of the enclosing workloads. `before`: the waiting reservations that are served first.
-    `keeps`: a workload requests the bytes to reserve them, in addition to `mine` or covered by `mine`. `shared`: the
-    name of the allocator of each framework that shares one.
+    `enclosing`: the reservations of the enclosing workloads. `before`: the waiting reservations that are served first.
+    `reserves`: a workload requests the bytes to reserve them, in addition to `enclosing` or covered by `enclosing`.
+    `shared`: the allocator's name, by framework, for frameworks that share one.
     """
 
     framework: str
@@ -185,9 +192,9 @@ class Asked(NamedTuple):
     needed: int
     footprint: int
     cap: int
-    mine: frozenset[int] = frozenset()
+    enclosing: frozenset[int] = frozenset()
     before: tuple[Reservation, ...] = ()
-    keeps: bool = False
+    reserves: bool = False
     shared: Mapping[str, str] = MappingProxyType({})
 
     def allocator_of(self, framework: str) -> str:
@@ -195,16 +202,20 @@ class Asked(NamedTuple):
         return self.shared.get(framework, framework)
 
 
-def named(book: Reservations, asked: Asked) -> set[str]:
-    """The frameworks whose usage `admit` needs to admit the request without a trim, besides their allocators'."""
-    return {asked.framework, *(one.framework for one in book.active), *(one.framework for one in asked.before)}
+def frameworks_to_read(reservations: Reservations, request: Request) -> set[str]:
+    """The frameworks whose usages `admit` needs to admit the request without a trim."""
+    return {
+        request.framework,
+        *(one.framework for one in reservations.active),
+        *(one.framework for one in request.before),
+    }
 
 
-class Verdict(NamedTuple):
+class AdmissionResult(NamedTuple):
     """The result of `admit`. `trim` and `refusal` as in `_budget.policy.Admission`.
 
     `reserved`: only the reservations of others cause the refusal. `covered`: the reservation of an outer workload
-    covers the request. `beside`: the reserved bytes of the same allocator, which must fit under its cap too.
+    covers the request. `reserved_under_cap`: the reserved bytes of the same allocator, which its cap must hold too.
     """
 
     available: int
@@ -212,61 +223,72 @@ class Verdict(NamedTuple):
     refusal: policy.Refusal | None = None
     reserved: bool = False
     covered: bool = False
-    beside: int = 0
+    reserved_under_cap: int = 0
 
 
-def admit(book: Reservations, asked: Asked, usages: Mapping[str, Usage | None], memory: MemoryInfo) -> Verdict:
-    """Decide whether the bytes are available in addition to all reservations. Read `memory` after `usages`.
+def admit(
+    reservations: Reservations, request: Request, usages: Mapping[str, Usage | None], memory: MemoryInfo
+) -> AdmissionResult:
+    """Decide whether the bytes are available in addition to all reservations. `memory` must be read after `usages`.
 
     The cap must hold the request and the open reservations of the same allocator. The GPU's free and trimmable memory
     must hold these and the open reservations of all other allocators. `usages` are by framework, and by allocator.
     """
-    framework, uuid, allocator = asked.framework, asked.uuid, asked.allocator_of(asked.framework)
+    framework, uuid, allocator = request.framework, request.uuid, request.allocator_of(request.framework)
     in_use = {name: policy.in_use(usage) for name, usage in usages.items()}
-    plain = policy.admit(framework, asked.needed, asked.footprint, asked.cap, usages, memory, allocator)
-    own_part = may_have_left(book, framework, uuid, in_use.get(framework), asked.mine)
-    if own_part >= asked.needed:
-        return Verdict(plain.available, plain.trim, plain.refusal, covered=True)
+    plain = policy.admit(framework, request.needed, request.footprint, request.cap, usages, memory, allocator)
+    left_of_own = most_not_taken(reservations, framework, uuid, in_use.get(framework), request.enclosing)
+    if left_of_own >= request.needed:
+        return AdmissionResult(plain.available, plain.trim, plain.refusal, covered=True)
     reserved: dict[str, int] = {}
-    without = frozenset[int]() if asked.keeps else asked.mine
-    for name in {one.framework for one in (*book.active, *asked.before)}:
-        size = reserved_not_taken(book, name, uuid, in_use.get(name), without) + _sizes(asked.before, name, uuid)
+    without = frozenset[int]() if request.reserves else request.enclosing
+    for name in {one.framework for one in (*reservations.active, *request.before)}:
+        size = reserved_not_taken(reservations, name, uuid, in_use.get(name), without) + _sizes(
+            request.before, name, uuid
+        )
         if size:
-            reserved[asked.allocator_of(name)] = reserved.get(asked.allocator_of(name), 0) + size
+            reserved[request.allocator_of(name)] = reserved.get(request.allocator_of(name), 0) + size
     if not reserved or plain.refusal is not None:
-        return Verdict(plain.available, plain.trim, plain.refusal, beside=reserved.get(allocator, 0))
+        return AdmissionResult(
+            plain.available, plain.trim, plain.refusal, reserved_under_cap=reserved.get(allocator, 0)
+        )
     own = reserved.pop(allocator, 0)
     beside, free = dict(usages), memory.free
     for name, size in reserved.items():
         usage = usages.get(name) or Usage(0, 0)
         cached = cache(usage)
-        free -= max(size - cached, 0)  # the rest comes from its own cache, which others cannot use
+        free -= max(size - cached, 0)  # the allocator's own cache, which others cannot use, serves the rest
         if usage.reclaimable is not None:
             beside[name] = usage._replace(reclaimable=max(cached - size, 0))
         elif cached:
             beside[name] = usage._replace(in_use=(usage.in_use or 0) + min(cached, size))
-    needed, footprint = asked.needed + own, asked.footprint + own
-    found = policy.admit(framework, needed, footprint, asked.cap, beside, memory._replace(free=free), allocator)
+    needed, footprint = request.needed + own, request.footprint + own
+    found = policy.admit(framework, needed, footprint, request.cap, beside, memory._replace(free=free), allocator)
     available = max(found.available - own, 0)
     if found.refusal is None:
-        return Verdict(available, found.trim, beside=own)
-    refusal = policy.Reserved(framework, asked.needed, available)
-    return Verdict(available, refusal=refusal, reserved=True, beside=own)
+        return AdmissionResult(available, found.trim, reserved_under_cap=own)
+    refusal = policy.Reserved(framework, request.needed, available)
+    return AdmissionResult(available, refusal=refusal, reserved=True, reserved_under_cap=own)
 
 
-def never(book: Reservations, asked: Asked, room: int, own_cap: int) -> Advice | None:
+def why_waiting_is_useless(reservations: Reservations, request: Request, room: int, own_cap: int) -> Advice | None:
     """The reason why waiting is useless: enclosing workloads reserved the memory. None if waiting may help.
 
     `room`: limit − reserve. `own_cap`: the highest possible cap of the framework.
     """
-    around = [one for one in book.active if one.id in asked.mine and asked.uuid in one.uuids and one.size]
-    same = [one for one in around if one.framework == asked.framework]
-    for held, most, what in ((same, own_cap, f"{asked.framework}'s cap"), (around, room, "what the budget has there")):
+    around = [
+        one for one in reservations.active if one.id in request.enclosing and request.uuid in one.uuids and one.size
+    ]
+    same = [one for one in around if one.framework == request.framework]
+    for held, most, what in (
+        (same, own_cap, f"{request.framework}'s cap"),
+        (around, room, "what the budget has there"),
+    ):
         size = sum(one.size for one in held)
-        if held and asked.footprint + size > most:
+        if held and request.footprint + size > most:
             names = " and ".join(f"{one.name!r}" for one in held)
             return Advice(
-                f"{asked.framework} needs {format_size(asked.needed)}, and {names}, within which it is asked, "
+                f"{request.framework} needs {format_size(request.needed)}, and {names}, within which it is asked, "
                 f"reserved {format_size(size)}: both are more than {what}, {format_size(most)}, so that it would wait "
                 f"for itself",
                 "reserve it all in the outer workload, or begin this one after the outer one ends",
@@ -274,41 +296,42 @@ def never(book: Reservations, asked: Asked, room: int, own_cap: int) -> Advice |
     return None
 
 
-def who_holds(book: Reservations, uuid: str, in_use: Mapping[str, int | None], now: float) -> list[str]:
+def reservation_lines(reservations: Reservations, uuid: str, in_use: Mapping[str, int | None], now: float) -> list[str]:
     """One line for each reservation on that GPU, active ones first. `now` as `time.monotonic()`."""
     lines = []
-    held = [one for one in book.active if uuid in one.uuids and one.size]
+    held = [one for one in reservations.active if uuid in one.uuids and one.size]
     for one in held:
         alone = sum(other.framework == one.framework for other in held) == 1
-        taken = min(growth(book, one.framework, uuid, in_use.get(one.framework)), one.size)
+        taken = min(growth(reservations, one.framework, uuid, in_use.get(one.framework)), one.size)
         used = (
             ""
             if in_use.get(one.framework) is None
             else f", {'' if alone else 'at most '}{format_size(taken)} of it in use"
         )
         lines.append(
-            f"{one.name!r} ({one.framework}, {one.who}) reserved {format_size(one.size)} {_ago(one, now)} ago{used}"
+            f"{one.name!r} ({one.framework}, {one.owner}) reserved {format_size(one.size)} {_ago(one, now)} ago{used}"
         )
-    for one in book.waiting:
+    for one in reservations.waiting:
         if uuid in one.uuids:
             lines.append(
-                f"{one.name!r} ({one.framework}, {one.who}) has waited {_ago(one, now)} for {format_size(one.asked)}"
+                f"{one.name!r} ({one.framework}, {one.owner}) has waited {_ago(one, now)} for "
+                f"{format_size(one.requested)}"
             )
     return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more"]
 
 
 def cache(usage: Usage) -> int:
     """The bytes that a trim of the framework may return, computed by `_budget.policy`."""
-    return policy.cached(usage)
+    return cached(usage)
 
 
-def _sizes(entries: Iterable[Reservation], framework: str, uuid: str) -> int:
-    return sum(one.size for one in entries if _is_of(one, framework, uuid))
+def _sizes(reservations: Iterable[Reservation], framework: str, uuid: str) -> int:
+    return sum(one.size for one in reservations if _is_of(one, framework, uuid))
 
 
-def _is_of(entry: Reservation, framework: str, uuid: str) -> bool:
-    return entry.framework == framework and uuid in entry.uuids
+def _is_of(reservation: Reservation, framework: str, uuid: str) -> bool:
+    return reservation.framework == framework and uuid in reservation.uuids
 
 
-def _ago(entry: Reservation, now: float) -> str:
-    return f"{max(now - entry.since, 0):.1f} s"
+def _ago(reservation: Reservation, now: float) -> str:
+    return f"{max(now - reservation.since, 0):.1f} s"

@@ -22,11 +22,13 @@ from memguard.errors import NotActive
 SUSPENDED = "suspended"
 """The enforcement of every cap in the ledger: nothing can be allocated."""
 Figures = Callable[[str], "MemoryInfo | None"]
-"""Reads NVML's figures of a GPU (UUID) in another process, because NVML would block in this one. None if unknown."""
+"""Reads a GPU's memory (by UUID) from NVML in another process, because NVML would block in this one. None if
+unknown."""
 
 
-class OffGpu:
-    """Replaces a guard's GPUs during a suspension. `reading`: the last ledger before it. `off`: its time and sizes.
+class SuspendedGpus:
+    """Stands in for a guard's GPUs during a suspension. `reading`: the last ledger before it. `off`: its time and
+    sizes.
 
     `figures` reads the current memory of the GPUs. `host` is the real host.
     """
@@ -38,7 +40,7 @@ class OffGpu:
 
     def ledger(self) -> Ledger:
         """The last reading with one more row, which subtracts this process's bytes: they are in host memory."""
-        self._here()
+        self._check_pid()
         return ledger_of(self._reading, suspension.now or self._off, time.time(), self._figures)
 
     def notes(self) -> list[str]:
@@ -47,16 +49,16 @@ class OffGpu:
 
     def refuse(self, what: str) -> NoReturn:
         """Raise Suspended; in a forked child NotActive. `what` names the call."""
-        self._here()
+        self._check_pid()
         raise suspension.refused(what)
 
-    def _here(self) -> None:
+    def _check_pid(self) -> None:
         if self._pid != os.getpid():
             raise NotActive("no budget is active here: this is a forked child", fix="call memguard.init('budget.yaml')")
 
 
 class _RefusingHost:
-    """A host whose methods raise Suspended. Attributes that are no methods, such as the PID, are the real host's."""
+    """A host whose methods raise Suspended. Its other attributes, such as the PID, are the real host's."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -77,7 +79,7 @@ def _refuse(name: str, *_: object, **__: object) -> NoReturn:
 
 def ledger_of(reading: Ledger, off: Off, when: float, figures: Figures) -> Ledger:
     """The ledger of a suspended process, made from its last reading."""
-    devices = tuple(_device(part, off, figures(part.device.uuid)) for part in reading.devices)
+    devices = tuple(_device(gpu, off, figures(gpu.device.uuid)) for gpu in reading.devices)
     return Ledger(when, devices, reading.simulated, (*reading.notes, *_note(off)))
 
 
@@ -87,12 +89,12 @@ def _note(off: Off | None) -> list[str]:
     return [f"{off} since {time.strftime('%H:%M:%S', time.localtime(off.since))}; memguard.resume() brings it back"]
 
 
-def _device(part: DeviceLedger, off: Off, memory: MemoryInfo | None) -> DeviceLedger:
-    own = sum(row.bytes or 0 for row in part.own_rows)
-    size = off.bytes.get(part.device.uuid, own)
-    rows = [_as_it_was(row) if row.kind == "framework" else row for row in part.own_rows]
-    rows.append(Row("suspended", "in host memory", -own, note=str(Off({part.device.uuid: size}, off.since))))
-    reserved = next((row.bytes for row in part.rows if row.kind == "driver reserve"), None)
+def _device(gpu: DeviceLedger, off: Off, memory: MemoryInfo | None) -> DeviceLedger:
+    own = sum(row.bytes or 0 for row in gpu.own_rows)
+    size = off.bytes.get(gpu.device.uuid, own)
+    rows = [_with_suspended_caps(row) if row.kind == "framework" else row for row in gpu.own_rows]
+    rows.append(Row("suspended", "in host memory", -own, note=str(Off({gpu.device.uuid: size}, off.since))))
+    reserved = next((row.bytes for row in gpu.rows if row.kind == "driver reserve"), None)
     if memory is None or memory.used is None:
         unknown = "unknown: this process cannot ask NVML while it is suspended"
         rows.append(Row("other processes", "other processes", None, note=unknown))
@@ -100,12 +102,12 @@ def _device(part: DeviceLedger, off: Off, memory: MemoryInfo | None) -> DeviceLe
         rows.append(Row("free", "free", None))
     else:
         rows.append(Row("other processes", "other processes", memory.used))
-        # Drivers that do not report it (NVML v1) count it under other processes.
-        rows.append(Row("driver reserve", "driver reserve", part.device.total - memory.used - memory.free or None))
+        # Drivers that do not report the reserve (NVML v1) count it under other processes.
+        rows.append(Row("driver reserve", "driver reserve", gpu.device.total - memory.used - memory.free or None))
         rows.append(Row("free", "free", memory.free))
-    return DeviceLedger(part.device, tuple(rows), 0, part.limit, False, size)
+    return DeviceLedger(gpu.device, tuple(rows), 0, gpu.limit, False, size)
 
 
-def _as_it_was(row: Row) -> Row:
-    given: Mapping[str, Any] = {**vars(row), "enforcement": SUSPENDED}
-    return Row(**given)
+def _with_suspended_caps(row: Row) -> Row:
+    fields: Mapping[str, Any] = {**vars(row), "enforcement": SUSPENDED}
+    return Row(**fields)

@@ -1,7 +1,7 @@
-"""Reads GPUs and frameworks for the ledger and the monitor, and keeps the charged overhead.
+"""Reads GPUs and frameworks for the ledger and the monitor, and stores the charged overhead.
 
 Each reading takes the figures of the frameworks from `LedgerReader._usages`: `reading` reads NVML before and after,
-`sample` and `read_unlocked` read it once. `overhead` decides the charges; `rows` makes the rows, and the sample.
+`sample` and `read_unlocked` read it once. `overhead` decides the charges; `rows` makes the rows and the sample.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
 
 from memguard._base.framework_spec import KERNELS, SECOND_CONTEXT
-from memguard._base.locks import Rank, Turn, interrupting
-from memguard._base.specs import setting
+from memguard._base.locks import LockedRunner, LockOrder, interrupting
 from memguard._base.types import (
+    POOL,
     Device,
     DevicePlan,
     DeviceSample,
@@ -25,11 +25,11 @@ from memguard._base.types import (
 )
 from memguard._base.units import GRANULE, MIB, format_size
 from memguard._budget.policy import modules
-from memguard._budget.shared_pool import POOL
 from memguard._devices import contexts
 from memguard._devices.host import Host
 from memguard._frameworks import driver_pages, registry, second_contexts
 from memguard._frameworks.base import Framework
+from memguard._frameworks.specs import setting
 from memguard._ledger.overhead import Overhead, held_by, own_bytes, same_held
 from memguard._ledger.rows import Reading, device_ledger, reading_of, sample_of_reading
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Lent
@@ -40,23 +40,23 @@ if TYPE_CHECKING:
 
 _Read = TypeVar("_Read")
 _ATTEMPTS = 3
-_PATIENCE = 5.0
-"""Seconds that a reading waits for another thread's."""
+_LOCK_TIMEOUT = 5.0
+"""Seconds that a reading waits for another thread's reading."""
 _LOANS = "memguard._frameworks.arrays.lifetimes"
 """The module that records loans of arrays. While it is not loaded, nothing is lent."""
 _CONTEXT, _NOTHING, _UNKNOWN = frozenset({"context"}), Overhead(), Usage(None, None)
 _NONE: frozenset[str] = frozenset()
 _NO_LOANS: Mapping[str, Lent] = MappingProxyType({})
-_NEVER: tuple[int | None, int | None, int] = (None, None, 0)
-_TRUSTED = 10
+_NOT_READ: tuple[int | None, int | None, int] = (None, None, 0)
+_MAX_REUSES = 10
 """Consecutive samples that reuse this process's bytes while the card's bytes are unchanged."""
 _DEFAULTS = {"libraries": Framework.libraries, "contexts": Framework.contexts, "uncounted": Framework.uncounted}
 """Methods that few frameworks override, and their default implementations."""
-_Named = tuple[tuple[str, Framework], ...]
-_Overriding = tuple[_Named, ...]
-_SECOND_LOOK = 1.0
+_NamedFrameworks = tuple[tuple[str, Framework], ...]
+_Overriding = tuple[_NamedFrameworks, ...]
+_SEARCH_INTERVAL = 1.0
 """Seconds between two searches for the cause of growth. With a leak, every reading finds growth."""
-_FRESH = 0.1
+_ENTRIES_MAX_AGE = 0.1
 """Seconds for which a reading without growth reuses the observed library entries."""
 
 
@@ -66,17 +66,19 @@ class LedgerReader:
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self.host, self._unnamed, self._warn = host, unnamed, warn
         self.shared_pool: SharedPool | None = None
-        self._turn = Turn(rank=Rank.READER)
+        self._locked = LockedRunner(order=LockOrder.READER)
         self._created: dict[str, Framework] = {}
         self._overhead: dict[str, Overhead] = {}
         self._latest: dict[str, Mapping[str, Usage | None]] = {}  # the usages of the last reading of each GPU
         self._warned: set[str] = set()
-        self._rest: dict[str, int] = {}
-        self._unsettled: set[str] = set()  # GPUs whose figures moved during the last reading: nothing was charged
-        self._owned: dict[str, tuple[int | None, int | None, int]] = {}
+        self._unaccounted: dict[str, int] = {}
+        self._inconsistent: set[str] = set()  # GPUs whose figures changed during the last reading: it charged nothing
+        self._own_bytes: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
-        self._found_none = -math.inf  # time of the last search for loaded libraries that found no new one
-        self._entries_read = math.inf  # time of the last look at library entries; none before an owner has appeared
+        self._searched_in_vain = -math.inf  # time of the last search for loaded libraries that found no new library
+        self._entries_read_at = (
+            math.inf
+        )  # time of the last reading of library entries; infinite before an owner appears
         self._overrides: tuple[Mapping[str, Framework], int, _Overriding] | None = None
         self._contexts_known: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of each non-primary context
 
@@ -85,21 +87,21 @@ class LedgerReader:
         self._overhead.clear()
         self._latest.clear()
         self._warned.clear()
-        self._rest.clear()
-        self._unsettled.clear()
-        self._owned.clear()
+        self._unaccounted.clear()
+        self._inconsistent.clear()
+        self._own_bytes.clear()
         self._contexts_known.clear()
 
     def forked(self) -> None:
         """In a forked child, replace the lock: another thread of the parent may have held it."""
-        self._turn = Turn(rank=Rank.READER)
+        self._locked = LockedRunner(order=LockOrder.READER)
 
     def wait(self, seconds: float) -> bool:
         """Wait for readings in progress. Whether they end within `seconds`."""
-        return self._turn.take(bool, seconds) is not None
+        return self._locked.run(bool, seconds) is not None
 
     def unnamed(self) -> Mapping[str, Framework]:
-        """The imported frameworks that the budget does not name. Does not load the adapters of other frameworks."""
+        """The imported frameworks that the budget does not name. Loads only their adapters."""
         for name in self._unnamed:
             if name in sys.modules and name not in self._created:
                 self._created[name] = registry.create(name, self.host)
@@ -107,7 +109,7 @@ class LedgerReader:
 
     def ledger(
         self,
-        part: DevicePlan,
+        device_plan: DevicePlan,
         frameworks: Mapping[str, Framework],
         enforcements: Mapping[str, str],
         refusals: Mapping[str, tuple[int, float | None]] | None = None,
@@ -116,40 +118,40 @@ class LedgerReader:
 
         Raises MemguardError if another thread's reading does not return: a hanging driver must not block every caller.
         """
-        return self.ledger_of(self.reading(part, frameworks), part, enforcements, refusals)
+        return self.ledger_of(self.reading(device_plan, frameworks), device_plan, enforcements, refusals)
 
-    def reading(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> Reading:
+    def reading(self, device_plan: DevicePlan, frameworks: Mapping[str, Framework]) -> Reading:
         """The reading behind the rows of `ledger`. Raises the same error."""
-        read = self._turn.take(self._read, 0, part, frameworks, True)
-        return read[0] if read is not None else self._after_another(self._read, part, frameworks)
+        read = self._locked.run(self._read, 0, device_plan, frameworks, True)
+        return read[0] if read is not None else self._read_in_turn(self._read, device_plan, frameworks)
 
     def ledger_of(
         self,
         reading: Reading,
-        part: DevicePlan,
+        device_plan: DevicePlan,
         enforcements: Mapping[str, str],
         refusals: Mapping[str, tuple[int, float | None]] | None = None,
     ) -> DeviceLedger:
         """The rows of a reading. The arguments must not change afterwards."""
         watched = dict.fromkeys([*self._created, EXCHANGE], Enforcement.WATCHED.value)
         watched[POOL] = ""
-        return device_ledger(reading, part, {**watched, **enforcements}, refusals)
+        return device_ledger(reading, device_plan, {**watched, **enforcements}, refusals)
 
     def read_unlocked(
-        self, part: DevicePlan, frameworks: Mapping[str, Framework]
+        self, device_plan: DevicePlan, frameworks: Mapping[str, Framework]
     ) -> tuple[Reading, Mapping[int, int | None]]:
         """One GPU's figures and processes for a refused request: read once, without a lock and without charges.
 
         Called within allocations, where another thread may wait for this one. Leaves out contexts and lent memory.
         """
-        device = part.device
+        device = device_plan.device
         usages = self._usages(device, frameworks, within_allocation=True)
         memory, processes = self.host.memory(device), self.host.processes(device)
         own = own_bytes(processes, self.host.pid, True)
         held, state = held_by(usages), self._state(device.uuid)
         gap = None if own is None else own - held.bytes - state.slabs
         if gap is not None:  # include owners that appeared since the last reading; the next reading charges them
-            entries = self.host.entries(mark=False) if gap > state.last else state.entries
+            entries = self.host.entries(mark=False) if gap > state.last_gap else state.entries
             appeared = state.appeared.union(held.live, _CONTEXT)
             now = time.monotonic()
             state = state.after(gap, appeared, held.exact, state.loaded, now, entries, held.at_least)
@@ -162,48 +164,47 @@ class LedgerReader:
             for uuid, usages in [*self._latest.items()]
         }
 
-    def sample(self, part: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
+    def sample(self, device_plan: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
         """One GPU's figures, each read once: cheap enough for several samples a second.
 
         If the unaccounted memory has changed, a complete reading follows, which charges overhead.
         """
-        read = self._turn.take(self._sample, 0, part, frameworks, True)
-        return read[0] if read is not None else self._after_another(self._sample, part, frameworks)
+        read = self._locked.run(self._sample, 0, device_plan, frameworks, True)
+        return read[0] if read is not None else self._read_in_turn(self._sample, device_plan, frameworks)
 
-    def _after_another(
+    def _read_in_turn(
         self,
         read: Callable[[DevicePlan, Mapping[str, Framework], bool], _Read],
-        part: DevicePlan,
+        device_plan: DevicePlan,
         frameworks: Mapping[str, Framework],
     ) -> _Read:
-        """Return `read(...)`, while another thread reads. Readings that charge overhead (argument True) take turns.
-
-        A signal handler may read while another thread reads. That thread may wait for a framework's lock, which this
-        thread holds: so the handler does not wait, and its reading charges nothing.
+        """Return `read(...)` after waiting for another thread's reading. Readings that charge overhead (argument True)
+        run one at a time. A signal handler must not wait: the other thread may be waiting for a framework's lock that
+        this thread holds. So the handler reads at once, and its reading charges nothing.
         """
         if interrupting():
-            return read(part, frameworks, False)
-        found = self._turn.take(read, _PATIENCE, part, frameworks, True)
+            return read(device_plan, frameworks, False)
+        found = self._locked.run(read, _LOCK_TIMEOUT, device_plan, frameworks, True)
         if found is not None:
             return found[0]
         raise MemguardError(
-            f"another thread has waited {_PATIENCE:.0f} s for the driver", fix="run nvidia-smi to see if it hangs"
+            f"another thread has waited {_LOCK_TIMEOUT:.0f} s for the driver", fix="run nvidia-smi to see if it hangs"
         )
 
     def _read(
         self,
-        part: DevicePlan,
+        device_plan: DevicePlan,
         frameworks: Mapping[str, Framework],
         charge: bool,
         earlier: Mapping[str, Usage | None] | None = None,
     ) -> Reading:
-        """Read NVML before and after the frameworks, and repeat everything if its figures moved meanwhile.
+        """Read NVML before and after the frameworks, and read everything again if NVML's figures changed in between.
 
         Only a consistent reading may change the charges: each framework's figure must be equal before and after NVML's.
-        `earlier`: figures read just before; without them, or if they differ, the frameworks are read once more if a
-        charge depends on it.
+        `earlier`: figures read just before. If they are missing or differ, and a charge depends on them, the frameworks
+        are read once more.
         """
-        device, host = part.device, self.host
+        device, host = device_plan.device, self.host
         pid, uuid = host.pid, device.uuid
         for _ in range(_ATTEMPTS):
             memory_before, before = host.memory(device), host.processes(device).get(pid)
@@ -215,72 +216,74 @@ class LedgerReader:
                 break
         (known, live, exact, at_least), state = held_by(usages), self._state(uuid)
         with_libraries, with_contexts, with_uncounted = self._overriding(frameworks)
-        active = host.context_active(device)
+        active = True if now else host.context_active(device)  # a process with memory on the GPU has a context
         own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
         found = [libraries for name, one in with_libraries if name in live and (libraries := one.libraries())]
         appeared = live.union(*found, _CONTEXT if active or own else ())
         # While another thread allocates, no reading is consistent, so nothing is charged.
         gap = None if own is None or now != before else own - known - state.slabs
-        owners = self._contexts(device, with_contexts, 0 if gap is None else state.last - gap)
+        owners = self._second_contexts(device, with_contexts, 0 if gap is None else state.last_gap - gap)
         if gap is not None:
             if owners:
                 appeared |= {SECOND_CONTEXT + (f" {n}" if n > 1 else "") for n in range(1, len(owners) + 1)}
             loaded, entries = self._loaded(state, gap, appeared, charge)
             after = state.after(gap, appeared, exact, loaded, time.monotonic(), entries, at_least)
             uncharged = after is state or after.lasting == state.lasting
-            settled = uncharged or self._still(device, frameworks, usages, earlier)
-            state, moved = (after, moved) if settled else (state, True)
+            consistent = uncharged or self._unchanged_while_read(device, frameworks, usages, earlier)
+            state, moved = (after, moved) if consistent else (state, True)
             if charge:
                 self._overhead[uuid] = state
-                (self._unsettled.discard if settled else self._unsettled.add)(uuid)
+                (self._inconsistent.discard if consistent else self._inconsistent.add)(uuid)
         elif charge and own is not None:
-            self._unsettled.add(uuid)
-        if state.charged + state.slabs > part.reserve:
-            self._warn_of_overhead(state, part)
+            self._inconsistent.add(uuid)
+        if state.charged + state.slabs > device_plan.reserve:
+            self._warn_of_overhead(state, device_plan)
         lent = self._lent(device) if _LOANS in sys.modules else _NO_LOANS
-        bypasses = [(name, what) for name, one in with_uncounted if name in live and (what := one.uncounted())]
-        uncounted = tuple([what for _, what in sorted(bypasses)])
+        uncounted = tuple([what for name, one in with_uncounted if name in live and (what := one.uncounted())])
         return reading_of((device, memory, own, usages, state, moved, owners, lent, uncounted))
 
-    def _still(
+    def _unchanged_while_read(
         self,
         device: Device,
         frameworks: Mapping[str, Framework],
         usages: Mapping[str, Usage | None],
         earlier: Mapping[str, Usage | None] | None,
     ) -> bool:
-        """Whether each framework held the same before and after NVML was read: by `earlier`, or by another reading."""
+        """Whether each framework held the same before and after NVML was read, according to `earlier` or to another
+        reading."""
         pooled = [name for name, one in frameworks.items() if one.pooled]
         if earlier is not None and same_held(earlier, usages, pooled):
             return True
         return same_held(usages, self._usages(device, frameworks), pooled)
 
-    def _sample(self, part: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
-        device = part.device
+    def _sample(self, device_plan: DevicePlan, frameworks: Mapping[str, Framework], charge: bool) -> DeviceSample:
+        device = device_plan.device
         uuid, usages = device.uuid, self._usages(device, frameworks)
         memory = self.host.memory(device)
-        used, (before, own, age) = memory.used, self._owned.get(uuid, _NEVER)
-        if used is None or used != before or age >= _TRUSTED:
-            own, age = self._own(device, usages), 0
-        self._owned[uuid] = used, own, age + 1
+        used, (before, own, age) = memory.used, self._own_bytes.get(uuid, _NOT_READ)
+        if used is None or used != before or age >= _MAX_REUSES:
+            own, age = self._read_own_bytes(device, usages), 0
+        self._own_bytes[uuid] = used, own, age + 1
         reading = reading_of((device, memory, own, usages, self._state(uuid), False, (), _NO_LOANS, ()))
-        sample = sample_of_reading(reading, part)
-        rest = sample.unaccounted
-        if rest is not None and (uuid in self._unsettled or abs(rest - self._rest.get(uuid, 0)) >= GRANULE):
-            sample = sample_of_reading(self._read(part, frameworks, charge, usages), part)
-            self._rest[uuid] = sample.unaccounted or 0
-        elif charge and time.monotonic() - self._entries_read >= _SECOND_LOOK:
-            self._look()
+        sample = sample_of_reading(reading, device_plan)
+        unaccounted = sample.unaccounted
+        if unaccounted is not None and (
+            uuid in self._inconsistent or abs(unaccounted - self._unaccounted.get(uuid, 0)) >= GRANULE
+        ):
+            sample = sample_of_reading(self._read(device_plan, frameworks, charge, usages), device_plan)
+            self._unaccounted[uuid] = sample.unaccounted or 0
+        elif charge and time.monotonic() - self._entries_read_at >= _SEARCH_INTERVAL:
+            self._read_entries()
         return sample
 
     def _usages(
         self, device: Device, frameworks: Mapping[str, Framework], within_allocation: bool = False
     ) -> dict[str, Usage | None]:
-        """Read everything that has a row of a framework, once each: the budget's frameworks, other imported ones that
-        use the GPU, the shared pool, and the exchange's memory for other processes.
+        """Read each row of kind `framework` once: the budget's frameworks, other imported frameworks that use the GPU,
+        the shared pool, and the exchange's memory for other processes.
 
-        `within_allocation`: create no adapter, leave out the exchange, which may ask the driver for ordinals, and take
-        a framework whose reading fails as unknown.
+        `within_allocation`: create no adapter, skip the exchange (it may query the driver for ordinals), and return
+        unknown figures for a framework whose reading fails.
         """
         usages: dict[str, Usage | None] = {}
         others = self._created if within_allocation or not self._unnamed else self.unnamed()
@@ -294,11 +297,11 @@ class LedgerReader:
             if usage is not None or name in frameworks:
                 usages[name] = usage
         if self.shared_pool is not None:
-            usages.update(self._shared(device, frameworks, usages))
+            usages.update(self._shared_pool_usage(device, frameworks, usages))
         if within_allocation:
             return usages
         if _LOANS in sys.modules:
-            usages.update(self._kept(device))
+            usages.update(self._exchange_usage(device))
         self._latest[device.uuid] = usages
         return usages
 
@@ -310,33 +313,38 @@ class LedgerReader:
     def _loaded(
         self, state: Overhead, gap: int, appeared: frozenset[str], mark: bool
     ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
-        """The loaded libraries, and the observed entries. Reading the kernel's list takes milliseconds, so it is read
-        only if a newly loaded library may explain the growth of the gap, because a new library has loaded kernels.
-        Where entries cannot be observed, it is not read again for a second after it showed no new library."""
+        """The loaded libraries, and the observed entries. Reading the kernel's list of loaded libraries takes
+        milliseconds. So it is read only if a newly loaded library may explain the growth of the gap: a new library has
+        loaded kernels. Where entries cannot be observed, a search that found no new library is not repeated for a
+        second."""
         new = appeared - state.appeared
-        if not mark:  # in a signal handler: leave the search to the next reading
+        if not mark:  # in a signal handler: the next reading searches
             return state.loaded, self.host.entries(mark=False)
         if new:
-            return self.host.libraries(), self._look(new)
+            return self.host.libraries(), self._read_entries(new)
         now = time.monotonic()
-        if gap <= state.last and now - self._entries_read < _FRESH:
+        if gap <= state.last_gap and now - self._entries_read_at < _ENTRIES_MAX_AGE:
             return state.loaded, state.entries
-        entries = self._look()
+        entries = self._read_entries()
         observed = any(name == KERNELS for name, _ in entries)
-        due = KERNELS in state.saw(entries, now).entered if observed else now - self._found_none >= _SECOND_LOOK
+        due = (
+            KERNELS in state.with_entries(entries, now).entered
+            if observed
+            else now - self._searched_in_vain >= _SEARCH_INTERVAL
+        )
         if not due or not state.may_be_a_library(gap):
             return state.loaded, entries
         loaded = self.host.libraries()
         if loaded <= state.loaded:
-            self._found_none = now
+            self._searched_in_vain = now
             return loaded, entries
-        return loaded, self._look()
+        return loaded, self._read_entries()
 
-    def _look(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
+    def _read_entries(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
         """The observed library entries. No entry identifies its GPU, so all GPUs count it. `new`: new owners."""
-        entries, self._entries_read = self.host.entries(), time.monotonic()
+        entries, self._entries_read_at = self.host.entries(), time.monotonic()
         for uuid, state in self._overhead.items():
-            self._overhead[uuid] = state.saw(entries, self._entries_read, new)
+            self._overhead[uuid] = state.with_entries(entries, self._entries_read_at, new)
         return entries
 
     def _overriding(self, frameworks: Mapping[str, Framework]) -> _Overriding:
@@ -347,7 +355,7 @@ class LedgerReader:
             and self._overrides[1] == len(self._created)
         ):
             return self._overrides[2]
-        known = {**self._created, **frameworks}.items()
+        known = sorted({**self._created, **frameworks}.items())
         found = tuple(
             tuple((name, one) for name, one in known if getattr(getattr(one, what), "__func__", None) is not default)
             for what, default in _DEFAULTS.items()
@@ -355,9 +363,10 @@ class LedgerReader:
         self._overrides = frameworks, len(self._created), found
         return found
 
-    def _own(self, device: Device, usages: Mapping[str, Usage | None]) -> int | None:
-        """This process's bytes. NVML's process list is the slowest probe: a sample reads it when the card's figure has
-        changed, and every tenth time, in case a page moves to another process. Unified memory has no such figure.
+    def _read_own_bytes(self, device: Device, usages: Mapping[str, Usage | None]) -> int | None:
+        """This process's bytes. NVML's process list is the slowest probe. A sample reads it if the GPU's used bytes
+        have changed, and every tenth time, in case memory moved to another process. On unified memory, where NVML
+        reports no used bytes, each sample reads it.
         """
         processes, pid = self.host.processes(device), self.host.pid
         live = pid not in processes and (
@@ -366,7 +375,7 @@ class LedgerReader:
         return own_bytes(processes, pid, live)
 
     def _ordinal(self, device: Device) -> int | None:
-        """CUDA's ordinal of the GPU, which the exchange counts by. It is constant while the process lives."""
+        """The GPU's CUDA ordinal, by which the exchange counts. It never changes within a process."""
         if self.host.simulated:
             return None
         if device.ordinal is not None:
@@ -378,14 +387,14 @@ class LedgerReader:
                 return None
         return self._ordinals.get(device.uuid)
 
-    def _kept(self, device: Device) -> dict[str, Usage]:
+    def _exchange_usage(self, device: Device) -> dict[str, Usage]:
         """The exchange's memory for other processes, as the usage of its row; empty if it is 0."""
         loans = sys.modules.get(_LOANS)
         kept: Mapping[int, int] | None = getattr(loans, "kept", None)
         size = kept.get(ordinal, 0) if kept and (ordinal := self._ordinal(device)) is not None else 0
         return {EXCHANGE: Usage(size, size, 0)} if size else {}
 
-    def _shared(
+    def _shared_pool_usage(
         self, device: Device, frameworks: Mapping[str, Framework], read: Mapping[str, Usage | None]
     ) -> dict[str, Usage]:
         """The row of the shared pool, given its frameworks' rows in `read`; empty before the pool exists. Together the
@@ -406,16 +415,17 @@ class LedgerReader:
         lent = {n: Lent(loans.lent_by(n, ordinal), to) for n, to in loans.lent().get(ordinal, {}).items()}
         return {name: loan for name, loan in lent.items() if loan.bytes}
 
-    def _contexts(self, device: Device, frameworks: _Named, decrease: int) -> tuple[str, ...]:
+    def _second_contexts(self, device: Device, frameworks: _NamedFrameworks, decrease: int) -> tuple[str, ...]:
         """The owner of each non-primary context. `decrease`: the bytes by which the unaccounted memory decreased.
 
-        A known context that is not listed now may be on another thread. It was destroyed if its memory was freed.
+        A known context that is not listed now may be current on another thread. It counts as destroyed if its memory
+        was freed.
         """
-        if self.host.simulated:  # the contexts of this process are on no simulated GPU
+        if self.host.simulated:  # a simulated GPU has no contexts
             return ()
         ordinal = device.ordinal if device.ordinal is not None else self._ordinal(device)
         pools = [handle for _, one in frameworks for handle in one.contexts(device)]
-        found = second_contexts.beside(ordinal, pools) if ordinal is not None else {}
+        found = second_contexts.find(ordinal, pools) if ordinal is not None else {}
         if not found and not self._contexts_known.get(device.uuid):
             return ()
         known = {**self._contexts_known.get(device.uuid, {})}
@@ -428,18 +438,18 @@ class LedgerReader:
         self._contexts_known[device.uuid] = known
         return tuple(known.values())
 
-    def _warn_of_overhead(self, state: Overhead, part: DevicePlan) -> None:
+    def _warn_of_overhead(self, state: Overhead, device_plan: DevicePlan) -> None:
         """Warn once for each GPU whose reserve is too small."""
-        if part.device.uuid in self._warned:
+        if device_plan.device.uuid in self._warned:
             return
-        self._warned.add(part.device.uuid)
+        self._warned.add(device_plan.device.uuid)
         fix = f"device: {{reserve: {-(-state.total // MIB)}MiB}}"
         communicators = sum(1 for name in state.appeared if name.startswith("nccl "))
-        if part.reserve_source == "auto" and communicators:
+        if device_plan.reserve_source == "auto" and communicators:
             fix = f"{setting('nccl')}: {communicators} in the budget"
-        elif part.reserve_source == "auto" and state.second:
+        elif device_plan.reserve_source == "auto" and state.second_contexts:
             fix = f"avoid the {SECOND_CONTEXT} (memguard.ledger() shows what made it); or {fix}"
         self._warn(
-            f"{part.device.name}: overhead is {format_size(state.total)}, more than the reserve of "
-            f"{format_size(part.reserve)}; fix: {fix}"
+            f"{device_plan.device.name}: overhead is {format_size(state.total)}, more than the reserve of "
+            f"{format_size(device_plan.reserve)}; fix: {fix}"
         )

@@ -1,4 +1,4 @@
-"""The ledger: the holder of all memory of each GPU, in rows that add up to the driver's total; and its tables. Pure.
+"""The ledger: each GPU's memory by holder, in rows that add up to the driver's total; and its tables. Pure.
 
 frameworks + overhead + unaccounted + other processes + driver reserve + free = total, to the byte
 
@@ -31,11 +31,11 @@ EXCHANGE = "exchange"
 
 @dataclass(frozen=True, init=False)
 class Row:
-    """One line of the ledger. Sizes are bytes, None if unknown; `bytes` is the summand.
+    """One line of the ledger. Sizes are bytes, None if unknown. `bytes` is the amount that counts in the sum.
 
     kind: framework, overhead, unaccounted, suspended, other processes, driver reserve, free. `lent` is the part of a
     framework's memory that consumers have views of, each byte once; None if nothing is lent. `refused` counts the
-    refusals of a framework of the budget on this GPU since the budget is active, if its allocator reports them.
+    refusals of a framework of the budget on this GPU since the budget was applied, if its allocator reports them.
     `last_refused` is the time of the last refusal (seconds, as `time.time()`); None if unknown, or for other rows.
     """
 
@@ -71,7 +71,7 @@ class Row:
         refused: int | None = None,
         last_refused: float | None = None,
     ) -> None:
-        # In one call: a frozen dataclass sets field by field, which takes three times as long, a dozen rows a reading.
+        # One call, because a frozen dataclass sets each field in a call of its own, which takes three times as long.
         vars(self).update(
             kind=kind, name=name, bytes=bytes, cap=cap, in_use=in_use, cached=cached, reclaimable=reclaimable,
             enforcement=enforcement, at_least=at_least, at_most=at_most, note=note, lent=lent, refused=refused,
@@ -114,7 +114,7 @@ class DeviceLedger:
     def later(
         cls, device: Device, rows: Callable[[], tuple[Row, ...]], process: int | None, limit: int | None, moved: bool
     ) -> DeviceLedger:
-        """A ledger whose rows are made on first access, by a call that always returns the same rows."""
+        """A ledger that calls `rows` on first access. `rows` must always return the same rows."""
         found = cls.__new__(cls)
         vars(found).update(device=device, process=process, limit=limit, moved=moved, suspended=None, _rows=rows)
         return found
@@ -170,17 +170,17 @@ class Ledger:
             "notes": list(self.notes),
             "devices": [
                 {
-                    "uuid": part.device.uuid,
-                    "name": part.device.name,
-                    "total": part.device.total,
-                    "unified": part.device.unified,
-                    "process": part.process,
-                    "limit": part.limit,
-                    "moved": part.moved,
-                    "suspended": part.suspended,
-                    "rows": [vars(row) for row in part.rows],
+                    "uuid": gpu.device.uuid,
+                    "name": gpu.device.name,
+                    "total": gpu.device.total,
+                    "unified": gpu.device.unified,
+                    "process": gpu.process,
+                    "limit": gpu.limit,
+                    "moved": gpu.moved,
+                    "suspended": gpu.suspended,
+                    "rows": [vars(row) for row in gpu.rows],
                 }
-                for part in self.devices
+                for gpu in self.devices
             ],
         }
 
@@ -193,12 +193,12 @@ class Ledger:
     def __repr__(self) -> str:
         """One line, for a prompt; `print` shows the table."""
         mark = " (simulated)" if self.simulated else ""
-        said = []
-        for part in self.devices:
-            limit = "" if part.limit is None else f" of limit {format_size(part.limit)}"
-            held = "suspended" if part.suspended is not None else f"{format_size(part.process)}{limit}"
-            said.append(f"{part.device.name}{mark}: {held}")
-        return shown(f"<Ledger {'; '.join(said) or 'of no GPU'}>")
+        texts = []
+        for gpu in self.devices:
+            limit = "" if gpu.limit is None else f" of limit {format_size(gpu.limit)}"
+            held = "suspended" if gpu.suspended is not None else f"{format_size(gpu.process)}{limit}"
+            texts.append(f"{gpu.device.name}{mark}: {held}")
+        return shown(f"<Ledger {'; '.join(texts) or 'of no GPU'}>")
 
     def __rich__(self) -> RenderableType:
         return rich_ledger(self)
@@ -233,24 +233,24 @@ def rich_ledger(ledger: Ledger, *, ascii_only: bool = False) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    tables = [_rich_table(part, ledger.simulated, ascii_only) for part in ledger.devices]
+    tables = [_rich_table(gpu, ledger.simulated, ascii_only) for gpu in ledger.devices]
     return Group(*tables, *(Text(f"note: {visible(note)}") for note in ledger.notes))
 
 
 def html_ledger(ledger: Ledger) -> str:
     """`rich_ledger` in HTML."""
-    tables = [_html_table(part, ledger.simulated) for part in ledger.devices]
+    tables = [_html_table(gpu, ledger.simulated) for gpu in ledger.devices]
     return "\n".join([*tables, *(f"<div>note: {html(note)}</div>" for note in ledger.notes)])
 
 
-def _rich_table(part: DeviceLedger, simulated: bool, ascii_only: bool) -> RenderableType:
+def _rich_table(gpu: DeviceLedger, simulated: bool, ascii_only: bool) -> RenderableType:
     from rich import box
     from rich.table import Table
 
-    ordinal = "" if part.device.ordinal is None else f"cuda:{part.device.ordinal}, "
+    ordinal = "" if gpu.device.ordinal is None else f"cuda:{gpu.device.ordinal}, "
     table = Table(
-        title=f"{part.device.name}{' (simulated)' if simulated else ''}  {part.device.uuid}",
-        caption="\n".join([ordinal + _process(part), *map(visible, _notes(part))]),
+        title=f"{gpu.device.name}{' (simulated)' if simulated else ''}  {gpu.device.uuid}",
+        caption="\n".join([ordinal + _process(gpu), *map(visible, _notes(gpu))]),
         title_justify="left",
         caption_justify="left",
         box=box.Box(str(box.SIMPLE_HEAD).replace(LINE, "-"), ascii=True) if ascii_only else box.SIMPLE_HEAD,
@@ -259,33 +259,33 @@ def _rich_table(part: DeviceLedger, simulated: bool, ascii_only: bool) -> Render
     )
     for name in COLUMNS:
         table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=True)
-    for group in _groups(part):
+    for group in _groups(gpu):
         for row in group:
             table.add_row(*(visible(cell.replace(AT_LEAST, ">= ") if ascii_only else cell) for cell in row))
         table.add_section()
     return table
 
 
-def _html_table(part: DeviceLedger, simulated: bool) -> str:
+def _html_table(gpu: DeviceLedger, simulated: bool) -> str:
     from memguard._base.displays import table
 
     mark = " (simulated)" if simulated else ""
-    caption = f"<b>{html(part.device.name)}{mark}</b> {html(part.device.uuid)}<br>{_process(part)}"
+    caption = f"<b>{html(gpu.device.name)}{mark}</b> {html(gpu.device.uuid)}<br>{_process(gpu)}"
     return "\n".join(
-        [table(caption, COLUMNS, _groups(part), NUMBERS), *(f"<div>{html(note)}</div>" for note in _notes(part))]
+        [table(caption, COLUMNS, _groups(gpu), NUMBERS), *(f"<div>{html(note)}</div>" for note in _notes(gpu))]
     )
 
 
-def _process(part: DeviceLedger) -> str:
-    limit = "" if part.limit is None else f" of its limit of {format_size(part.limit)}"
-    if part.suspended is not None:
-        limit = "" if part.limit is None else f" (its limit: {format_size(part.limit)})"
-        return f"this process: suspended, {format_size(part.suspended)} in host memory{limit}"
-    return f"this process: {format_size(part.process)}{limit}"
+def _process(gpu: DeviceLedger) -> str:
+    limit = "" if gpu.limit is None else f" of its limit of {format_size(gpu.limit)}"
+    if gpu.suspended is not None:
+        limit = "" if gpu.limit is None else f" (its limit: {format_size(gpu.limit)})"
+        return f"this process: suspended, {format_size(gpu.suspended)} in host memory{limit}"
+    return f"this process: {format_size(gpu.process)}{limit}"
 
 
-def _notes(part: DeviceLedger) -> list[str]:
-    return [f"* {row.name}: {note}" for row in part.rows if (note := _note(row))]
+def _notes(gpu: DeviceLedger) -> list[str]:
+    return [f"* {row.name}: {note}" for row in gpu.rows if (note := _note(row))]
 
 
 def _note(row: Row) -> str:
@@ -298,17 +298,17 @@ def _note(row: Row) -> str:
     return "; ".join(notes)
 
 
-def _groups(part: DeviceLedger) -> list[list[list[str]]]:
-    """The cells in the order of `COLUMNS`, in groups: frameworks, other rows, the sum and the rows after it."""
-    unified = part.device.unified
-    summed = part.own_rows if unified else part.rows
+def _groups(gpu: DeviceLedger) -> list[list[list[str]]]:
+    """The cells in the order of `COLUMNS`, in three groups: frameworks; other rows; the sum and the rows below it."""
+    unified = gpu.device.unified
+    summed = gpu.own_rows if unified else gpu.rows
     frameworks = [_cells(row) for row in summed if row.kind == "framework"]
     others = [_cells(row) for row in summed if row.kind != "framework"]
     empty = [""] * (len(COLUMNS) - 2)
-    last = [["this process" if unified else "total", _mib(part.sum), *empty]]
+    last = [["this process" if unified else "total", _mib(gpu.sum), *empty]]
     if unified:
-        last += [_cells(row) for row in part.rows if row not in summed]
-        last.append(["total by CUDA", _mib(part.device.total), *empty])
+        last += [_cells(row) for row in gpu.rows if row not in summed]
+        last.append(["total by CUDA", _mib(gpu.device.total), *empty])
     return [frameworks, others, last]
 
 
@@ -324,5 +324,5 @@ def _cells(row: Row) -> list[str]:
 
 
 def _mib(size: int | None) -> str:
-    """A size in MiB, the unit of the whole table, so that columns compare at a glance."""
+    """A size in MiB. The whole table has one unit, so that sizes can be compared."""
     return "unknown" if size is None else f"{size / MIB:,.1f}"

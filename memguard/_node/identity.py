@@ -52,7 +52,7 @@ def anonymous_bytes(process: Process) -> int | None:
     """Its host memory that no file holds, swapped or not, in bytes; None if that cannot be read."""
     try:
         with open(f"/proc/{process.pid}/status", encoding="utf-8", errors="replace") as file:
-            lines = dict(line.split(":", 1) for line in file if ":" in line)
+            lines = {name: rest for name, colon, rest in [line.partition(":") for line in file] if colon}
         return sum(int(lines[name].split()[0]) << 10 for name in ("RssAnon", "VmSwap"))
     except (OSError, KeyError, ValueError, IndexError):
         return None

@@ -1,8 +1,8 @@
 """Classify an exception by the memory that ran out, by its type first and its text second. Pure: a table of rules.
 
-A rule names the memory and explains the match. The first matching rule wins, so the order matters: texts that only
-resemble an out-of-memory error, then disks, page-locked memory and CPU memory, then GPU memory from certain to
-possible. A framework's own rules are in its spec. `tests/oom` holds example texts with their sources.
+A rule names the memory and explains the match. The first matching rule wins, so their order matters: texts that only
+resemble an out-of-memory error; disks, page-locked memory and CPU memory; certain GPU memory; possible GPU memory. A
+framework's own rules are in its spec. `tests/oom` holds example texts with their sources.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any
 
 from memguard._base.framework_spec import Memory
-from memguard._base.specs import SPECS
+from memguard._frameworks.specs import SPECS
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,11 @@ class ErrorFacts:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The exhausted memory, the requester, and the requested bytes. Not `certain`: type and text allow other causes.
+class Classification:
+    """The exhausted memory, the requester, and the requested bytes. `certain` is False if type and text allow other
+    causes.
 
-    `refused`: the requester's own allocator refused GPU memory, as in `ErrorPattern`.
+    `refused`: the requester's own allocator refused GPU memory; see `ErrorPattern`.
 
     `requester` is a framework, or the library (`cublas`, `cuda`) that raised the error; None if unknown.
     """
@@ -133,7 +134,7 @@ _GPU_BY_TEXT = (
     Rule("gpu", "TYPE cuda", True, "the call that failed takes device memory", rf"({_DEVICE_CALLS})\w*\b.*{_OOM}"),
     Rule("gpu", "cuda", True, "Thrust's allocator of device memory", "bad_alloc: cudaErrorMemoryAllocation"),
 )  # fmt: skip
-_GPU_POSSIBLY = (  # page-locked memory also gives CUDA's error 2, and a library's status has many causes
+_GPU_POSSIBLY = (  # page-locked memory raises CUDA's error 2 too, and a library's status has many causes
     Rule("gpu", "GROUP", False, "NCCL's buffers", r"(NCCL).*(CUDA [cm]alloc|Cuda failure (2 )?'out of memory)"),
     Rule("gpu", "cuda", False, "error 2 of any call", rf"CUDA (driver )?(failed with )?error:? (2 )?{_OOM}"),
     Rule("gpu", "TYPE cuda", False, "error 2 by name", "CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"),
@@ -154,10 +155,11 @@ _REST = (
 )  # fmt: skip
 
 
-def _rows(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
+def _own_rules(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
     """The frameworks' own rules for this memory: either those by type alone, or those by text.
 
-    Patterns with both text and type come first, so that another framework's text alone does not match their error.
+    Rules with both text and type come first, so that a rule with only another framework's text cannot match their
+    errors.
     """
     found = {
         spec.name: [own for own in spec.errors if own.memory == memory and (not own.text) is by_type]
@@ -172,15 +174,15 @@ def _rows(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
 
 RULES = (
     *_NOT_OUT_OF_MEMORY,
-    *_rows("disk"), *_DISK,
-    *_PINNED, *_rows("pinned"),
-    *_rows("host"), *_HOST,
-    *_rows("gpu", by_type=True), *_GPU_BY_TYPE,
-    *_rows("gpu"), *_GPU_BY_TEXT,
+    *_own_rules("disk"), *_DISK,
+    *_PINNED, *_own_rules("pinned"),
+    *_own_rules("host"), *_HOST,
+    *_own_rules("gpu", by_type=True), *_GPU_BY_TYPE,
+    *_own_rules("gpu"), *_GPU_BY_TEXT,
     *_GPU_POSSIBLY,
     *_REST,
 )  # fmt: skip
-"""The general rules above, with each framework's own (`FrameworkSpec.errors`) among those about the same memory."""
+"""The general rules above, and each framework's own rules (`FrameworkSpec.errors`), grouped by memory."""
 
 STEMS = (
     "memory", "alloc", "cud", "cuinit", "cusolver", "kill", "initializ", "internal_error", "launch failed",
@@ -197,7 +199,7 @@ _FAMILIES = {**{first: spec.name for spec in SPECS.values() for first in spec.fa
 _SCALE = {unit: 1 << 10 * power for power, unit in enumerate("BKMGTPE")}
 _SIZE = r"(\d[\d,]*(?:\.\d*)?) ?(bytes|B|[KMGTPE]i?B?)(?![\w])"
 _VERB = r"(?:[Aa]llocat(?:e|ing)|request for|asked for|to alloc|[cm]alloc async|cudaMalloc|pinned memory|Requested *:)"
-_ASKED = re.compile(rf"{_VERB} \(?{_SIZE}(?: \((\d+) ?B(?:ytes)?\)| \((\d+) bytes\))?")
+_REQUESTED = re.compile(rf"{_VERB} \(?{_SIZE}(?: \((\d+) ?B(?:ytes)?\)| \((\d+) bytes\))?")
 _BYTES = re.compile(r"(?:buffer of size|Requested memory:|Requested bytes) (\d+)")
 _TENSOR = re.compile(r"tensor (?:with|of) shape ?\[([\d, ]+)\] and type (\w+)")
 _DTYPES = {
@@ -213,13 +215,13 @@ _RAISED = re.compile(
 )
 
 
-def classify(facts: ErrorFacts) -> Verdict:
-    """Classify by type first and text second. `none` if it is no out-of-memory error."""
+def classify(facts: ErrorFacts) -> Classification:
+    """Classify the exception by type first and text second. The memory is `none` if it is no out-of-memory error."""
     if "builtins.OSError" in facts.mro and isinstance(number := facts.attributes.get("errno"), int):
         memory = _ERRNO.get(number, "none")
-        return Verdict(memory, None, asked(facts) if memory != "none" else None, True)
-    if not _worth_a_look(facts):
-        return Verdict("none", None, None, True)
+        return Classification(memory, None, requested_bytes(facts) if memory != "none" else None, True)
+    if not _may_match(facts):
+        return Classification("none", None, None, True)
     # XGBoost's error derives from ValueError, and its text names the memory that ran out.
     own = (name for name in facts.mro if name != "builtins.ValueError" or name == facts.type)
     text, mro = facts.text, (*own, *_wrapped(facts.text))
@@ -227,14 +229,16 @@ def classify(facts: ErrorFacts) -> Verdict:
         found = rule.match(text, mro)
         if found is None:
             continue
-        if rule.memory == "none" or _had_more_free(text):
-            return Verdict("none", None, None, rule.certain and rule.memory == "none")
-        return Verdict(rule.memory, _requester(rule, found, facts), asked(facts), rule.certain, rule.refused)
-    return Verdict("none", None, None, True)
+        if rule.memory == "none" or _had_enough_free(text):
+            return Classification("none", None, None, rule.certain and rule.memory == "none")
+        return Classification(
+            rule.memory, _requester(rule, found, facts), requested_bytes(facts), rule.certain, rule.refused
+        )
+    return Classification("none", None, None, True)
 
 
-def _worth_a_look(facts: ErrorFacts) -> bool:
-    """Whether a rule may match. Fast, because every exception that leaves a block is checked."""
+def _may_match(facts: ErrorFacts) -> bool:
+    """Whether a rule may match. This check is fast, because it runs on every exception that leaves a block."""
     if any("Memory" in name for name in facts.mro):
         return True
     text = facts.text.casefold()
@@ -249,15 +253,15 @@ def family(facts: ErrorFacts) -> str | None:
     return next((_FAMILIES[top] for name in names if (top := name.partition(".")[0]) in _FAMILIES), None)
 
 
-def asked(facts: ErrorFacts) -> int | None:
-    """The requested bytes, as exactly as attributes or text give them; None if they do not."""
+def requested_bytes(facts: ErrorFacts) -> int | None:
+    """The requested bytes, from attributes or text, whichever is more exact; None if neither has them."""
     raised = SPECS.get(family(facts) or "")
     own = "requested" if facts.type.startswith("memguard.") else raised.size_attribute if raised is not None else ""
-    for name in ("memguard_requested", own):  # memguard's adapters set it where the driver's error has no size
+    for name in ("memguard_requested", own):  # memguard's adapters set it on driver errors without a size
         if type(size := facts.attributes.get(name)) is int and size > 0:
             return size
     text = re.sub(r"[ \t]+", " ", facts.text)
-    if found := _ASKED.search(text):
+    if found := _REQUESTED.search(text):
         number, unit, *in_bytes = found.groups()
         printed = Fraction(number.replace(",", "").rstrip(".")) * _SCALE[unit[0].upper()]
         return next((int(size) for size in in_bytes if size), round(printed)) or None
@@ -284,7 +288,7 @@ def _requester(rule: Rule, found: re.Match[str], facts: ErrorFacts) -> str | Non
     return rule.requester
 
 
-def _had_more_free(text: str) -> bool:
-    """Whether the text gives both figures and there was room: an earlier error that surfaced late."""
+def _had_enough_free(text: str) -> bool:
+    """Whether the text has free and requested bytes, and enough were free. Such a text is about an earlier error."""
     found = _FREE.search(text)
     return found is not None and int(found[1]) > int(found[2])

@@ -1,11 +1,12 @@
-"""Hooks for out-of-memory errors: classify, diagnose once, add a note, call the sinks, print, and keep the report.
+"""Hooks for out-of-memory errors: classify, diagnose once, add a note, call the sinks, print and store the report.
 
-An error reaches `seen` from a Python hook for uncaught exceptions, a `workload` or `guard` block, a notebook's cell or
-a failed test. `seen` makes the report, passes it to the sinks of `install`, and prints it. Earlier, when the allocator
-refused the request, `refused` may have recorded the figures: for an error that the program catches nothing else exists.
+An error reaches `report_error` from a Python hook for uncaught exceptions, a `workload` or `guard` block, a notebook's
+cell or a failed test. `report_error` makes the report, passes it to the sinks of `install`, and prints it. Earlier,
+when the allocator refused the request, `record_refusal` may have recorded the figures. If the program catches the
+error, `last_oom` makes a report from this record.
 
-The user's exception propagates unchanged. This module keeps only text and figures: no exception, traceback, frame or
-array stays alive. No function here raises.
+The user's exception propagates unchanged. This module stores only text and figures, so it keeps no exception,
+traceback, frame or array alive. No function here raises.
 """
 
 from __future__ import annotations
@@ -25,43 +26,45 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
-from memguard._base.specs import SPECS
 from memguard._base.types import RECORD, Plan, RefusedRequest, Sample
+from memguard._frameworks.specs import SPECS
 
-if TYPE_CHECKING:  # diagnosis is imported at the first error
+if TYPE_CHECKING:  # the modules for diagnosis are imported at the first error
     from memguard._budget import Budget
     from memguard._ledger.types import Ledger
-    from memguard._oom.report import ErrorFacts, Report, Verdict
+    from memguard._oom.report import Classification, ErrorFacts, Report
 
 
 _MARK = "_memguard_report"
-"""The attribute of a reported exception: process and number. It is pickled too, and only valid in its own process."""
+"""The attribute of a reported exception: PID and report number. It is pickled with the exception, and valid only in the
+process with that PID."""
 _ATTRIBUTES = (
     "errno", "status", "code", "error_code", "_error_code", "result", "value", "_limit", "framework",
     "requested", "memguard_requested", RECORD,
     *(row.size_attribute for row in SPECS.values() if row.size_attribute),
 )  # fmt: skip
-"""Attributes with figures, on exceptions of the frameworks, on memguard's simulated errors, and added by memguard to
-PyCUDA's and Numba's errors."""
-_TEXT = 4_000
-"""Characters that are read at the beginning and at the end of a text: TensorFlow's lists the whole graph."""
-_WALKED = 100
+"""Exception attributes with figures. The frameworks' errors and memguard's simulated errors have them, and memguard
+adds them to PyCUDA's and Numba's errors."""
+_MAX_TEXT = 4_000
+"""Characters read at each end of a text. TensorFlow's texts list the whole graph."""
+_MAX_CHAIN = 100
 """The most exceptions of one chain that are examined."""
 _CAUSE, _CONTEXT, _SUPPRESSED = (
     vars(BaseException)[name] for name in ("__cause__", "__context__", "__suppress_context__")
 )
-"""Python's own descriptors, as an exception's class may override these names."""
-_KEPT = 8
-"""The most reports kept, for exceptions that are seen again."""
-_REFUSALS = 64
-"""The most records of refused requests whose error was not seen: as many threads may fail at once."""
-_AGAIN = 60.0
-"""Seconds in which a similar report is printed as one line: for a loop that tries smaller batches."""
+"""Python's own descriptors, because an exception's class may override these names."""
+_MAX_REPORTS = 8
+"""The most reports stored, for exceptions that are reported again."""
+_MAX_RECORDS = 64
+"""The most stored records of refused requests whose error was not reported yet. As many threads may fail at once."""
+_REPEAT_SECONDS = 60.0
+"""Seconds after a report during which similar ones print one line each, for example in a loop that tries smaller
+batches."""
 
 
 class OomContext(NamedTuple):
-    """The input of a report, read while the error is alive. `processes`: other processes, by UUID and PID. `peaks`: the
-    largest use of each framework so far, by UUID and name."""
+    """The input of a report, read while the error is alive. `processes`: other processes, by UUID and PID. `peaks`:
+    each framework's peak of bytes in use, by UUID and name."""
 
     ledger: Ledger | None = None
     plan: Plan | None = None
@@ -71,8 +74,8 @@ class OomContext(NamedTuple):
     peaks: Mapping[str, Mapping[str, int]] | None = None
 
 
-class _Refusal(NamedTuple):
-    """The record of a refused request: `context` makes an `OomContext` from the figures of that moment."""
+class _Record(NamedTuple):
+    """The record of a refused request: `context` makes an `OomContext` from the figures of the refusal."""
 
     request: RefusedRequest
     context: Callable[[], OomContext]
@@ -81,8 +84,8 @@ class _Refusal(NamedTuple):
 class _Shown:
     """A report printed in full, and the lines for similar reports, which are printed after it.
 
-    It has no lock, as a signal handler may interrupt a lock's holder. Instead, a thread that appends a line then checks
-    whether the report is out, and a thread that prints the report then checks for lines.
+    It has no lock, because a signal handler may interrupt a lock's holder. Instead, a thread that has appended a line
+    checks whether the report is printed, and a thread that has printed the report checks for lines.
     """
 
     def __init__(self, since: float) -> None:
@@ -97,11 +100,11 @@ _installed: _Installed | None = None
 _pid: int | None = None
 _numbers = itertools.count(1)
 _reports: dict[int, Report] = {}
-_in_full: deque[int] = deque(maxlen=_KEPT)
+_in_full: deque[int] = deque(maxlen=_MAX_REPORTS)
 """The numbers of the reports that were or will be printed in full."""
-_refusals: dict[int, _Refusal] = {}
-"""Records whose error was not seen yet, by number."""
-_caught: dict[int, Report] = {}
+_records: dict[int, _Record] = {}
+"""Records whose error was not reported yet, by number."""
+_caught_reports: dict[int, Report] = {}
 """Reports that `last_oom` made from these records."""
 _shown: dict[tuple[str | None, ...], _Shown] = {}
 
@@ -114,48 +117,47 @@ def install(
     `read` reads the context on the thread of the error; if it raises, the report uses only the error's own text. Each
     of `sinks` is called with every new report. `clock` is as `time.monotonic`.
 
-    Existing hooks are still called. A new `install` replaces the earlier one, whose undo then does nothing. Hooks set
-    after memguard's stay when it removes its own.
+    Existing hooks are still called. A new `install` replaces the earlier one, whose undo then does nothing. When
+    memguard removes its hooks, hooks set after them stay.
     """
     global _installed, _pid
     if _installed is not None:
         _installed.undo()
     if _pid != os.getpid():  # a forked child: drop its parent's reports
-        for kept in (_reports, _refusals, _caught):
+        for kept in (_reports, _records, _caught_reports):
             kept.clear()
     installed = _installed = _Installed(read, sinks, clock)
     _pid = os.getpid()
-    in_full_again()
-    installed.set()  # last: `uninstall` can undo whatever an interruption leaves
+    show_next_in_full()
+    installed.set()  # last, so that `uninstall` can undo an interrupted `install`
     return installed.undo
 
 
 def uninstall(read: Callable[[], OomContext]) -> None:
-    """Undo the `install` of `read`, also an interrupted one; does nothing if another `install` replaced it."""
+    """Undo the `install` of `read`, even if it was interrupted. Does nothing if another `install` replaced it."""
     installed = _installed
     if installed is not None and installed.read == read:
         installed.undo()
 
 
-def in_full_again() -> None:
-    """Print the next report in full, whatever was printed before: for another budget or another notebook cell."""
+def show_next_in_full() -> None:
+    """Print the next report in full, even if a similar one was printed: for a new budget or a new notebook cell."""
     _shown.clear()
 
 
-def seen(error: BaseException, *, show: bool = True) -> Report | None:
-    """The report, if the error is or was caused by an out-of-memory error. Makes, notes and prints it once.
-
-    Prints it in full once a minute for the same requester, cause and GPU; repetitions in between take one line. Returns
-    None also if no budget is active and the error was not reported under one.
+def report_error(error: BaseException, *, show: bool = True) -> Report | None:
+    """The report, if the error is or was caused by an out-of-memory error. For each error, the report is made, noted
+    and printed once. Reports with the same requester, cause and GPU are printed in full once a minute, and in one line
+    in between. Returns None also if no budget is active and the error was not reported under one.
     """
-    report, fresh = _examine(error)
-    if report is not None and fresh and show:
-        _Showing(report, fresh).show()
+    report, new_number = _examine(error)
+    if report is not None and new_number and show:
+        _Output(report, new_number).show()
     return report
 
 
-def refused(request: RefusedRequest, context: Callable[[], OomContext]) -> RefusedRequest:
-    """Record a request that was just refused, on the thread that made it, before its error is raised.
+def record_refusal(request: RefusedRequest, context: Callable[[], OomContext]) -> RefusedRequest:
+    """Record a refused request on the requesting thread, before its error is raised.
 
     `context` makes an `OomContext` from figures already read; it is called only for a report. Returns the request with
     the id of its record, or unchanged if no budget is active. Prints nothing.
@@ -164,11 +166,11 @@ def refused(request: RefusedRequest, context: Callable[[], OomContext]) -> Refus
         return request
     number = next(_numbers)
     request = request._replace(id=f"{_pid}:{number}")
-    _refusals[number] = _Refusal(request, context)
-    while len(_refusals) > _REFUSALS:
-        oldest = min(list(_refusals), default=number)
-        _refusals.pop(oldest, None)
-        _caught.pop(oldest, None)
+    _records[number] = _Record(request, context)
+    while len(_records) > _MAX_RECORDS:
+        oldest = min(list(_records), default=number)
+        _records.pop(oldest, None)
+        _caught_reports.pop(oldest, None)
     return request
 
 
@@ -179,61 +181,64 @@ def last_oom() -> Report | None:
     """
     if _pid != os.getpid():
         return None
-    reports, refusals = dict(_reports), dict(_refusals)
+    reports, refusals = dict(_reports), dict(_records)
     last = max((*reports, *refusals), default=None)
     if last is None or last in reports:
         return None if last is None else reports[last]
-    if (known := _caught.get(last)) is None:
-        from memguard._oom.report import of_refusal
+    if (known := _caught_reports.get(last)) is None:
+        from memguard._oom.report import report_of_refusal
 
-        context = _quietly("no reading at a refused request", refusals[last].context) or OomContext()
+        context = _attempt("no reading at a refused request", refusals[last].context) or OomContext()
         figures = refusals[last].request, context.ledger, context.plan, context.processes or {}, context.budget
-        known = _quietly("no report on a refused request", of_refusal, *figures)
+        known = _attempt("no report on a refused request", report_of_refusal, *figures)
         if known is None:
             return reports[max(reports)] if reports else None
-        _caught[last] = known
+        _caught_reports[last] = known
     return known
 
 
 def facts_of(error: BaseException) -> ErrorFacts:
-    """The exception as plain data, without references to it."""
+    """The exception as plain data, without a reference to the exception."""
     from memguard._oom.classify import ErrorFacts
 
     kind = type(error)
     try:
         text = str.__getitem__(str(error), slice(None))  # a plain str, also of a subclass
-        if len(text) > 2 * _TEXT:
-            text = f"{text[:_TEXT]}\n{text[-_TEXT:]}"
+        if len(text) > 2 * _MAX_TEXT:
+            text = f"{text[:_MAX_TEXT]}\n{text[-_MAX_TEXT:]}"
     except KeyboardInterrupt:
         raise
     except BaseException:  # code of the exception's class may raise anything
         text = ""
-    attributes = {name: value for name in _ATTRIBUTES if (value := _plain(error, name)) is not None}
+    attributes = {name: value for name in _ATTRIBUTES if (value := _plain_attribute(error, name)) is not None}
     return ErrorFacts(
-        _named(kind), tuple(_named(base) for base in kind.__mro__ if base is not object), text, attributes
+        _qualified_name(kind),
+        tuple(_qualified_name(base) for base in kind.__mro__ if base is not object),
+        text,
+        attributes,
     )
 
 
 def _examine(error: BaseException) -> tuple[Report | None, int | None]:
-    """The report, and its number if it was made now."""
+    """The report, and its number if this call made it."""
     try:
         for one in _chain(error):
             if (number := _marked(one)) is not None:
                 return _reports.get(number), None
             if not issubclass(type(one), Exception):  # isinstance may run code of the exception's class
                 continue
-            # Import late: an import while KeyboardInterrupt ends a program would hide it.
+            # Import late: an import while a KeyboardInterrupt ends the program would hide that interrupt.
             from memguard._oom.classify import classify
 
             facts = facts_of(one)
-            verdict = classify(facts)
-            if verdict.memory == "none":
+            classification = classify(facts)
+            if classification.memory == "none":
                 continue
             if (number := next((n for cause in _causes(one) if (n := _marked(cause))), None)) is not None:
                 return _reports.get(number), None  # `raise ... from` an error that was reported
             if (installed := _installed) is None or _pid != os.getpid():
                 return None, None
-            return _report(one, facts, verdict, installed)
+            return _make_report(one, facts, classification, installed)
     except KeyboardInterrupt:
         raise
     except BaseException as failure:  # code of the exception's class may raise anything
@@ -241,57 +246,59 @@ def _examine(error: BaseException) -> tuple[Report | None, int | None]:
     return None, None
 
 
-def _report(error: BaseException, facts: ErrorFacts, verdict: Verdict, installed: _Installed) -> tuple[Report, int]:
-    """Make the report, add the note to the error, and call the sinks. Returns the report's number too."""
+def _make_report(
+    error: BaseException, facts: ErrorFacts, classification: Classification, installed: _Installed
+) -> tuple[Report, int]:
+    """Make the report, add the note to the error, and call the sinks. Returns the report and its number."""
     from memguard._oom.report import diagnose
 
     number = next(_numbers)
-    _own(error)[_MARK] = (os.getpid(), number)
-    record = _claimed(facts, verdict)
-    then = (_quietly("no reading at a refused request", record.context) if record is not None else None) or OomContext()
-    context = _quietly("no reading at an out-of-memory error", installed.read) or then
+    _attributes_of(error)[_MARK] = (os.getpid(), number)
+    record = _pop_record(facts, classification)
+    then = (_attempt("no reading at a refused request", record.context) if record is not None else None) or OomContext()
+    context = _attempt("no reading at an out-of-memory error", installed.read) or then
     report = diagnose(
-        facts, verdict, context.ledger, context.plan, then.processes or context.processes or {}, context.samples,
+        facts, classification, context.ledger, context.plan, then.processes or context.processes or {}, context.samples,
         time=time.time() if record is None else record.request.time, budget=context.budget, peaks=context.peaks,
         recorded=None if record is None else record.request, then=then.ledger,
     )  # fmt: skip
     _reports[number] = report
-    for old in sorted(dict(_reports))[:-_KEPT]:
+    for old in sorted(dict(_reports))[:-_MAX_REPORTS]:
         _reports.pop(old, None)
-    _quietly("no note on the error", add_note, error, report.note)
+    _attempt("no note on the error", add_note, error, report.note)
     for sink in installed.sinks:
-        _quietly("an out-of-memory error was not recorded", sink, report)
+        _attempt("an out-of-memory error was not recorded", sink, report)
     return report, number
 
 
-def _claimed(facts: ErrorFacts, verdict: Verdict) -> _Refusal | None:
+def _pop_record(facts: ErrorFacts, classification: Classification) -> _Record | None:
     """Take the record of the refusal that caused the error, so that no other error uses it."""
-    number = _record(facts, verdict)
+    number = _record_number(facts, classification)
     if number is None:
         return None
-    _caught.pop(number, None)
-    return _refusals.pop(number, None)
+    _caught_reports.pop(number, None)
+    return _records.pop(number, None)
 
 
-def request_of(facts: ErrorFacts, verdict: Verdict) -> RefusedRequest | None:
+def request_of(facts: ErrorFacts, classification: Classification) -> RefusedRequest | None:
     """The recorded refused request that caused the error, if any. The record stays for a report."""
-    number = _record(facts, verdict) if _pid == os.getpid() else None
-    record = _refusals.get(number) if number is not None else None
+    number = _record_number(facts, classification) if _pid == os.getpid() else None
+    record = _records.get(number) if number is not None else None
     return record.request if record is not None else None
 
 
-def _record(facts: ErrorFacts, verdict: Verdict) -> int | None:
-    if not _refusals:
+def _record_number(facts: ErrorFacts, classification: Classification) -> int | None:
+    if not _records:
         return None
     from memguard._oom.classify import family
     from memguard._oom.refusal import record_of
 
-    requests = {number: one.request for number, one in list(_refusals.items())}
-    name = verdict.requester or family(facts)
-    return record_of(requests, facts, verdict, name, os.getpid(), threading.get_ident())
+    requests = {number: one.request for number, one in list(_records.items())}
+    name = classification.requester or family(facts)
+    return record_of(requests, facts, classification, name, os.getpid(), threading.get_ident())
 
 
-def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
+def _attempt(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return call(*arguments)
     except Exception as failure:
@@ -300,39 +307,39 @@ def _quietly(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _log_failure(what: str, failure: BaseException) -> None:
-    """Log the failure, without the exception's text if that raises: nothing here raises."""
+    """Log the failure, without the exception's text if reading it raises. Never raises."""
     with contextlib.suppress(Exception):
         facts = facts_of(failure)
         _log.debug("%s: %s: %s", what, facts.type, facts.text)
 
 
-class _Showing:
+class _Output:
     """The output of one report: in full, or as one line shortly after a similar one.
 
     The choice is made at construction, so that a traceback printed before the full report can omit the error's note.
     """
 
     def __init__(self, report: Report, number: int) -> None:
-        self._report, self._like = report, _like(report)
-        self._count = next(self._like.counts)
+        self._report, self._similar = report, _similar(report)
+        self._count = next(self._similar.counts)
         self.in_full = self._count == 1
         if self.in_full:
             _in_full.append(number)
 
     def show(self) -> None:
         """Print to standard error: with rich on a terminal, plain elsewhere."""
-        like = self._like
+        shown = self._similar
         if self.in_full:
             try:
                 _write(self._report)
             finally:
-                like.out = True
+                shown.out = True
         else:
-            like.lines.append(_line(self._report, self._count, like.since))
-        while like.out and like.lines:
+            shown.lines.append(_line(self._report, self._count, shown.since))
+        while shown.out and shown.lines:
             try:
-                line = like.lines.popleft()
-            except IndexError:  # another thread took the line
+                line = shown.lines.popleft()
+            except IndexError:  # another thread printed the line
                 return
             _write(line)
 
@@ -347,17 +354,17 @@ def _write(shown: Report | str) -> None:
             Console(file=sys.stderr, highlight=False).print(shown, soft_wrap=True)
         else:
             sys.stderr.write(f"{shown}\n")
-    except Exception as failure:  # closed, or missing under pythonw and services
+    except Exception as failure:  # standard error is closed, or missing under pythonw and in services
         _log.debug("the report could not be shown: %s", text_of(failure))
 
 
-def _like(report: Report) -> _Shown:
-    """The output of similar reports in the last minute. Two threads get the same object."""
-    verdict, now = report.verdict, _now()
+def _similar(report: Report) -> _Shown:
+    """The output of similar reports in the last minute. All threads get the same object."""
+    classification, now = report.verdict, _now()
     for key, shown in list(_shown.items()):
-        if not 0 <= now - shown.since < _AGAIN and _shown.get(key) is shown:
+        if not 0 <= now - shown.since < _REPEAT_SECONDS and _shown.get(key) is shown:
             _shown.pop(key, None)
-    key = verdict.memory, verdict.requester, report.requester, report.reason, report.uuid
+    key = classification.memory, classification.requester, report.requester, report.reason, report.uuid
     return _shown.setdefault(key, _Shown(now))
 
 
@@ -366,13 +373,15 @@ def _now() -> float:
 
 
 def _line(report: Report, count: int, since: float) -> str:
-    """One line in place of the report."""
-    verdict = report.verdict
-    who = "" if report.requester == "unknown" else f"{report.requester} "
-    possibly = "" if verdict.certain else "possibly "
-    what = {"gpu": "out of memory", "disk": "out of disk"}.get(verdict.memory, f"out of {verdict.memory} memory")
+    """The line that replaces a similar report."""
+    classification = report.verdict
+    prefix = "" if report.requester == "unknown" else f"{report.requester} "
+    possibly = "" if classification.certain else "possibly "
+    what = {"gpu": "out of memory", "disk": "out of disk"}.get(
+        classification.memory, f"out of {classification.memory} memory"
+    )
     times = f"{_ordinal(count)} time in {max(round(_now() - since), 1)} s"
-    return f"memguard: {who}{possibly}{what} again ({times}): memguard.last_oom()"
+    return f"memguard: {prefix}{possibly}{what} again ({times}): memguard.last_oom()"
 
 
 def _ordinal(number: int) -> str:
@@ -384,38 +393,39 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error, the members of its group, its cause and its context: nearest first."""
     known: set[int] = set()
     waiting: list[BaseException | None] = [error]
-    while waiting and len(known) < _WALKED:
+    while waiting and len(known) < _MAX_CHAIN:
         one = waiting.pop()
         if one is None or id(one) in known or issubclass(type(one), (GeneratorExit, KeyboardInterrupt, SystemExit)):
             continue
         known.add(id(one))
         yield one
-        cause, context, members = kin(one)
-        waiting += [None if suppressed(one) else context, cause, *reversed(members)]
+        cause, context, members = related(one)
+        waiting += [None if context_suppressed(one) else context, cause, *reversed(members)]
 
 
-def kin(error: BaseException) -> tuple[BaseException | None, BaseException | None, tuple[BaseException, ...]]:
+def related(error: BaseException) -> tuple[BaseException | None, BaseException | None, tuple[BaseException, ...]]:
     """The exception's cause, its context and the members of a group, read without code of its class.
 
     Its class may have properties of these names, which raise or never return.
     """
-    group = getattr(builtins, "BaseExceptionGroup", None) or getattr(  # Python 3.11, or the package for older versions
-        sys.modules.get("exceptiongroup"), "BaseExceptionGroup", None
-    )
-    members: Any = _own(error).get("exceptions")  # a group of another package, such as of older versions of trio
+    # Of Python 3.11, or of the package `exceptiongroup` for older versions.
+    backport = sys.modules.get("exceptiongroup")
+    group = getattr(builtins, "BaseExceptionGroup", None) or getattr(backport, "BaseExceptionGroup", None)
+    # For a group of another package, such as older versions of trio.
+    members: Any = _attributes_of(error).get("exceptions")
     if group is not None and issubclass(type(error), group):
         members = vars(group)["exceptions"].__get__(error)
     found = tuple(m for m in members if issubclass(type(m), BaseException)) if type(members) in (list, tuple) else ()
     return _CAUSE.__get__(error), _CONTEXT.__get__(error), found
 
 
-def suppressed(error: BaseException) -> bool:
+def context_suppressed(error: BaseException) -> bool:
     """Whether to skip its context: after `from None`, or `from` another exception."""
     return bool(_SUPPRESSED.__get__(error))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    cause, left = _CAUSE.__get__(error), _WALKED
+    cause, left = _CAUSE.__get__(error), _MAX_CHAIN
     while cause is not None and left:
         yield cause
         cause, left = _CAUSE.__get__(cause), left - 1
@@ -423,28 +433,28 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def add_note(error: BaseException, note: str) -> None:
     """`BaseException.add_note` without code of the exception's class: a frozen class refuses the attribute."""
-    notes = _own(error).setdefault("__notes__", [])
+    notes = _attributes_of(error).setdefault("__notes__", [])
     if type(notes) is list:
         notes.append(note)
 
 
 def _marked(error: BaseException) -> int | None:
     """The number of its report, if this process reported it."""
-    mark = _own(error).get(_MARK)
+    mark = _attributes_of(error).get(_MARK)
     return mark[1] if mark is not None and mark[0] == os.getpid() else None
 
 
-def _own(error: BaseException) -> dict[str, Any]:
-    """The `__dict__` of any exception, also of one that refuses attributes: frozen, or with slots."""
+def _attributes_of(error: BaseException) -> dict[str, Any]:
+    """The `__dict__` of any exception, even of a frozen or slotted class, which refuses attributes."""
     found: dict[str, Any] = vars(BaseException)["__dict__"].__get__(error)
     return found
 
 
-def _named(kind: type) -> str:
+def _qualified_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _plain(error: BaseException, name: str) -> int | str | None:
+def _plain_attribute(error: BaseException, name: str) -> int | str | None:
     """An attribute that is a number or a short text; None for others."""
     try:
         value = getattr(error, name, None)
@@ -460,13 +470,14 @@ def _plain(error: BaseException, name: str) -> int | str | None:
 def without_note(error: BaseException, prints: bool) -> Callable[[], None]:
     """Remove the notes of reports printed in full from the errors while their traceback is printed.
 
-    `prints`: Python's own hook prints the traceback next to the report. Another hook may send the error elsewhere: it
-    gets the note in one line. Returns a function that restores the notes; keeps nothing else of the error.
+    `prints`: Python's own hook prints the traceback next to the report. Any other hook may send the error elsewhere:
+    then the note is shortened to one line. Returns a function that restores the notes. It holds no other reference to
+    the error.
     """
     taken: list[tuple[list[Any], int, str]] = []
     try:
         for one in _chain(error):
-            number, notes = _marked(one), _own(one).get("__notes__")
+            number, notes = _marked(one), _attributes_of(one).get("__notes__")
             report = _reports.get(number) if number in _in_full and number is not None else None
             if report is None or type(notes) is not list or report.note not in notes:
                 continue
@@ -476,11 +487,11 @@ def without_note(error: BaseException, prints: bool) -> Callable[[], None]:
     except Exception as failure:
         _log.debug("a note stays in the traceback: %s", str(failure))
 
-    def put_back() -> None:
+    def restore() -> None:
         for notes, at, note in taken:
             notes[at : at + (not prints)] = [note]
 
-    return put_back
+    return restore
 
 
 class _Hook:
@@ -494,7 +505,7 @@ class _Hook:
         setattr(self._module, self._name, self)
 
     def remove(self) -> None:
-        self._live = False  # a hook set after memguard's may still call it: then it only calls the previous hook
+        self._live = False  # a later hook may still call this one, which then only calls the previous hook
         if getattr(self._module, self._name) is self:
             setattr(self._module, self._name, self._previous)
 
@@ -502,16 +513,16 @@ class _Hook:
         """`sys` passes type, value and traceback; `threading` passes one object that contains them."""
         error = args[1] if len(args) > 1 else getattr(args[0], "exc_value", None)
         if not isinstance(error, BaseException):
-            self._pass_on(args)
+            self._call_previous(args)
             return
-        report, fresh = _examine(error) if self._live else (None, None)
-        showing = _Showing(report, fresh) if report is not None and fresh is not None else None
-        put_back = without_note(error, self._prints)
+        report, new_number = _examine(error) if self._live else (None, None)
+        showing = _Output(report, new_number) if report is not None and new_number is not None else None
+        restore = without_note(error, self._prints)
         del error
         try:
-            self._pass_on(args)
+            self._call_previous(args)
         finally:
-            put_back()
+            restore()
             if showing is not None:
                 showing.show()
 
@@ -523,20 +534,20 @@ class _Hook:
             before = before._previous
         return before in (sys.__excepthook__, threading.__excepthook__)
 
-    def _pass_on(self, args: tuple[Any, ...]) -> None:
+    def _call_previous(self, args: tuple[Any, ...]) -> None:
         """Call the previous hook, or let an interactive interpreter show the error in its own window.
 
-        `code.InteractiveInterpreter` and IDLE do that if `sys.excepthook` is Python's own.
+        `code.InteractiveInterpreter` and IDLE show it there only if `sys.excepthook` is Python's own.
         """
-        again = None
+        show = None
         if self._module is sys and sys.excepthook is self and self._previous is sys.__excepthook__:
-            again = _without_hook()
-        if again is None:
+            show = _without_hook()
+        if show is None:
             self._previous(*args)
             return
         sys.excepthook = self._previous
         try:
-            again()
+            show()
         finally:
             sys.excepthook = self
 

@@ -1,11 +1,11 @@
-"""One refused request, from the allocator that refused it to the report and the timeline. Pure but for two locks.
+"""One refused request, from the allocator that refused it to the report and the timeline. Pure except for two locks.
 
-The guard completes the adapter's figures to a `RefusedRequest` with an id, which the exception carries too.
+The guard adds its figures and an id to the adapter's `RefusedRequest`. The exception carries the id too.
 `RefusalCounts` counts it for the ledger and the metrics, `RefusalEvents` makes the timeline's events, and `record_of`
 finds the record of an exception. The other functions choose the figures of a report. When an exception reaches a hook
-or a block, the failing code may have freed its memory. So the report uses the figures of the refusal from the best
-source: the record itself (memguard's own allocators, torch's observer), the error's text, the framework's largest use
-so far, the monitor's last sample.
+or a block, the failing code may have freed its memory. So the report takes the figures of the refusal from the best
+available source: the record (of memguard's own allocators and torch's observer), the error's text, the framework's
+peak, or the monitor's last sample.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import RECORD, Event, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size, parse_size
+from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 
 if TYPE_CHECKING:  # diagnosis is imported at the first error
     from memguard._ledger.types import DeviceLedger, Row
-    from memguard._oom.classify import ErrorFacts, Verdict
+    from memguard._oom.classify import Classification, ErrorFacts
 
 EVERY = 10.0
 """Seconds between two events of one framework on one GPU: a program may probe batch sizes thousands of times."""
 _KEPT = 256
-"""The most requests whose event is remembered, and events whose time is. Only a recent one still gets a report."""
+"""The most stored ids of requests with an event, and times of events. Only recent requests still get a report."""
 _DIFFERS = 64 * MIB
 """Figures that differ by less than this, or by less than a fiftieth, count as equal in a report."""
 _ROUNDED = Fraction(6, 1000)
-"""The rounding of a text with two decimals: `1.00 GiB` may be half a per cent more or less."""
+"""The rounding of a text with two decimals: `1.00 GiB` may be off by half a per cent."""
 
 
 class RefusalCounts:
@@ -54,9 +54,10 @@ class RefusalCounts:
         known = self._counts.setdefault((request.framework, request.uuid), _Count())
         known.count, known.last = next(known.numbers), request
 
-    def on(self, uuid: str, told: Iterable[str]) -> dict[str, tuple[int, float | None]]:
-        """Count and last time by framework, on one GPU; frameworks not in `told` are included only after an error."""
-        found: dict[str, tuple[int, float | None]] = dict.fromkeys(told, (0, None))
+    def on(self, uuid: str, reporting: Iterable[str]) -> dict[str, tuple[int, float | None]]:
+        """The count and last time by framework, on one GPU. Frameworks not in `reporting` are included only after a
+        refusal."""
+        found: dict[str, tuple[int, float | None]] = dict.fromkeys(reporting, (0, None))
         for (name, where), known in [*self._counts.items()] if self._counts else ():
             if where == uuid and known.last is not None:
                 found[name] = known.count, known.last.time
@@ -75,7 +76,7 @@ class _Count:
 
 
 class _Waiting:
-    """The requests since the last event."""
+    """The requests since the last event, which the next event counts together."""
 
     def __init__(self, since: float) -> None:
         self.since, self.count = since, 0
@@ -84,13 +85,14 @@ class _Waiting:
 
 
 class RefusalEvents:
-    """Convert refused requests to events of the timeline: the first at once, repetitions aggregated.
+    """Convert refused requests to timeline events: the first at once, later ones aggregated in intervals of `EVERY`.
 
     Readers join an out-of-memory report with the event that counts its request. The event itself cannot carry the ids
     of its requests, because memguard 0.1.0 refuses an event with an unknown field. So each event gets a unique time,
     and the report names its request's id and that time.
 
-    Thread-safe. Its lock is reentrant, for a signal handler, and held for no more than a few lines.
+    Thread-safe. Its lock is re-entrant, because a signal handler may interrupt its holder, and is held for a few lines
+    only.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -117,7 +119,7 @@ class RefusalEvents:
         self._lock, self._waiting = threading.RLock(), {}
 
     def due(self, everything: bool = False) -> list[Event]:
-        """The events whose interval `EVERY` has passed, or all."""
+        """The events whose interval has ended; with `everything`, all pending events."""
         if not self._waiting:  # the common case
             return []
         with self._lock:
@@ -167,23 +169,31 @@ def _event(request: RefusedRequest, count: int) -> Event:
 
 
 def record_of(
-    records: Mapping[int, RefusedRequest], facts: ErrorFacts, verdict: Verdict, name: str | None, pid: int, thread: int
+    records: Mapping[int, RefusedRequest],
+    facts: ErrorFacts,
+    classification: Classification,
+    name: str | None,
+    pid: int,
+    thread: int,
 ) -> int | None:
     """The number of the error's record; None if there is none. `records` are those without an error so far.
 
-    memguard's own allocators mark their errors. Other allocators' observers report only framework and size: of several
-    records the newest of this thread is taken, or else the newest, because `backward` allocates on its own thread.
+    memguard's own allocators mark their errors. The observers of other allocators report only framework and size. Of
+    several matching records, the newest of this thread is used; without one the newest of any thread, because
+    `backward` allocates on its own thread.
     """
     marked = facts.attributes.get(RECORD)
     if isinstance(marked, str) and marked.startswith(f"{pid}:"):
         number = int(marked.partition(":")[2])
         return number if number in records else None
-    if verdict.memory != "gpu":
+    if classification.memory != "gpu":
         return None
     fit = [
-        (moment.thread == thread, number)
-        for number, moment in records.items()
-        if moment.source == "observer" and moment.framework == name and _same(moment.requested, verdict.requested)
+        (request.thread == thread, number)
+        for number, request in records.items()
+        if request.source == "observer"
+        and request.framework == name
+        and _same(request.requested, classification.requested)
     ]
     return max(fit)[1] if fit else None
 
@@ -192,9 +202,9 @@ def _same(exact: int | None, printed: int | None) -> bool:
     return exact is None or printed is None or abs(exact - printed) <= int(exact * _ROUNDED) + 1024
 
 
-def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> RefusedRequest | None:
+def from_text(facts: ErrorFacts, classification: Classification, time: float) -> RefusedRequest | None:
     """The figures in the error's text, by the patterns of the framework's spec; None if there are none."""
-    spec = SPECS.get(verdict.requester or "")
+    spec = SPECS.get(classification.requester or "")
     found: dict[str, Any] = {}
     for field, pattern in spec.figures if spec is not None else ():
         if field not in found and (match := re.search(pattern, facts.text)):
@@ -205,10 +215,10 @@ def of_text(facts: ErrorFacts, verdict: Verdict, time: float) -> RefusedRequest 
         return None
     if (cached := found.pop("cached", None)) is not None and "in_use" in found:
         found["held"] = found["in_use"] + cached
-    # An allocator whose text has `held` trimmed its cache before it refused. torch's cudaMallocAsync backend prints
-    # only `in_use`: the reclaimable part of the driver's pool is unknown.
+    # An allocator whose text has `held` has trimmed its cache before the refusal, so nothing is reclaimable. torch's
+    # cudaMallocAsync backend prints only `in_use`, and the reclaimable part of the driver's pool is unknown.
     reclaimable = 0 if "held" in found else None
-    return RefusedRequest(spec.name, "text", time, requested=verdict.requested)._replace(
+    return RefusedRequest(spec.name, "text", time, requested=classification.requested)._replace(
         reclaimable=reclaimable, **found
     )
 
@@ -221,36 +231,42 @@ def _size(text: str) -> int | None:
         return None
 
 
-def from_now(
-    part: DeviceLedger, verdict: Verdict, need: int, peak: int | None, samples: Sequence[Sample], time: float
+def from_sample_or_peak(
+    gpu: DeviceLedger,
+    classification: Classification,
+    need: int,
+    peak: int | None,
+    samples: Sequence[Sample],
+    time: float,
 ) -> RefusedRequest | None:
-    """The last resorts for an error without figures: the last sample, or the peak; None if neither explains it.
+    """The figures for an error that has none: the last sample or the peak; None if neither explains the error.
 
     need  the bytes that the request needed under the requester's cap
     peak  the requester's largest use on this GPU so far
     """
-    row = next((row for row in part.rows if row.kind == "framework" and row.name == verdict.requester), None)
-    seen = next((d for d in samples[-1].devices if d.uuid == part.device.uuid), None) if samples else None
-    free = part.row("free").bytes
+    row = next((row for row in gpu.rows if row.kind == "framework" and row.name == classification.requester), None)
+    seen = next((d for d in samples[-1].devices if d.uuid == gpu.device.uuid), None) if samples else None
+    free = gpu.row("free").bytes
     if row is None:
         if seen is None or free is None or free - seen.free < _DIFFERS:
             return None
-        return RefusedRequest(verdict.requester or "", "sample", samples[-1].time, part.device.uuid, free=seen.free)
+        return RefusedRequest(
+            classification.requester or "", "sample", samples[-1].time, gpu.device.uuid, free=seen.free
+        )
     last = seen.frameworks.get(row.name) if seen is not None else None
     sampled = peaked = None
     if last is not None and seen is not None and _more(last.in_use, row.in_use):
         sampled = RefusedRequest(
-            row.name, "sample", samples[-1].time, part.device.uuid, verdict.requested, last.held, last.in_use,
+            row.name, "sample", samples[-1].time, gpu.device.uuid, classification.requested, last.held, last.in_use,
             last.reclaimable, free=seen.free,
         )  # fmt: skip
-    if (
-        peak is not None and row.name in NEVER_GIVE_BACK and peak >= (row.in_use or 0)
-    ):  # otherwise the framework may have held less at the refusal
+    # A pool that shrinks may have held less at the refusal.
+    if peak is not None and row.name in NEVER_GIVE_BACK and peak >= (row.in_use or 0):
         held = row.bytes if row.at_least is None else None
         held = max(held, peak) if held is not None else None
-        peaked = RefusedRequest(row.name, "peak", time, part.device.uuid, verdict.requested, held, peak, 0)
-    # The peak may be old, and the sample is from before the last requests. Of the figures that explain the error, the
-    # larger is the better bound: use at the refusal was at most the peak.
+        peaked = RefusedRequest(row.name, "peak", time, gpu.device.uuid, classification.requested, held, peak, 0)
+    # The peak may be old, and the sample misses the last requests. Of the figures that explain the error, the larger is
+    # the better estimate of the bytes in use at the refusal, which were at most the peak.
     fills = [one for one in (peaked, sampled) if one is not None and row.cap and (one.in_use or 0) + need > row.cap]
     return max(fills, key=lambda one: one.in_use or 0, default=peaked or sampled)
 
@@ -259,65 +275,65 @@ def _more(then: int | None, now: int | None) -> bool:
     return then is not None and now is not None and then - now >= _DIFFERS
 
 
-def complete(moment: RefusedRequest, other: RefusedRequest | None) -> RefusedRequest:
-    """The moment, completed with fields that only `other` has, and with the larger of both figures for in use.
+def complete(request: RefusedRequest, other: RefusedRequest | None) -> RefusedRequest:
+    """The request with its missing fields from `other`, and with the larger of both figures for bytes in use.
 
-    PyTorch's text counts idle memory in the pools of CUDA graphs as in use, and its counters do not.
+    PyTorch's text counts idle memory in the pools of CUDA graphs as in use; its counters do not.
     """
     if other is None:
-        return moment
+        return request
     known = {"requested", "held", "in_use", "reclaimable", "cap", "free", "pooled"}
-    found = moment._replace(**{name: getattr(other, name) for name in known if getattr(moment, name) is None})
+    found = request._replace(**{name: getattr(other, name) for name in known if getattr(request, name) is None})
     if other.in_use is None or found.in_use is None or other.in_use * (1 - _ROUNDED) <= found.in_use:
         return found
     return found._replace(in_use=other.in_use if found.held is None else min(other.in_use, found.held))
 
 
-def at(part: DeviceLedger, moment: RefusedRequest) -> DeviceLedger:
-    """The rows of one GPU at the moment, as far as known; other rows as in `part`.
-
-    Memory that the requester has returned since was not free then.
+def rows_at(gpu: DeviceLedger, request: RefusedRequest) -> DeviceLedger:
+    """The rows of one GPU, with the requester's and the free memory as of the refusal. Memory that the requester has
+    returned since then was not free at the refusal.
     """
     rows, returned = [], 0
-    for row in part.rows:
-        if row.kind == "framework" and row.name == moment.framework:
-            then = _row(row, moment)
+    for row in gpu.rows:
+        if row.kind == "framework" and row.name == request.framework:
+            then = _row(row, request)
             returned = max((then.bytes or 0) - (row.bytes or 0), 0)
             rows.append(then)
         else:
             rows.append(row)
-    free = moment.free
-    if free is None and returned and (now := part.row("free").bytes) is not None:
+    free = request.free
+    if free is None and returned and (now := gpu.row("free").bytes) is not None:
         free = max(now - returned, 0)
     if free is not None:
         rows = [replace(row, bytes=free) if row.kind == "free" else row for row in rows]
-    return replace(part, rows=tuple(rows))
+    return replace(gpu, rows=tuple(rows))
 
 
-def _row(row: Row, moment: RefusedRequest) -> Row:
-    """The requester's row at the moment. Fields that the moment lacks are unknown, as current figures do not apply."""
-    if moment.cap is not None and row.cap is not None and moment.cap < row.cap:
-        row = replace(row, cap=moment.cap)  # the user's own limit
-    if moment.held is None and moment.in_use is None:
+def _row(row: Row, request: RefusedRequest) -> Row:
+    """The requester's row at the refusal. Fields that the request lacks become unknown, because current figures do not
+    apply."""
+    if request.cap is not None and row.cap is not None and request.cap < row.cap:
+        row = replace(row, cap=request.cap)  # a limit that the user set
+    if request.held is None and request.in_use is None:
         return row
-    held, in_use = moment.held, moment.in_use
-    if held is None:  # in use is its lower bound
+    held, in_use = request.held, request.in_use
+    if held is None:  # the bytes in use are its lower bound
         held = max(row.bytes or 0, in_use or 0)
     if row.at_least is not None:
         return replace(row, bytes=held, at_least=held, in_use=in_use)
     cached = None if in_use is None else max(held - in_use, 0)
-    return replace(row, bytes=held, in_use=in_use, cached=cached, reclaimable=moment.reclaimable)
+    return replace(row, bytes=held, in_use=in_use, cached=cached, reclaimable=request.reclaimable)
 
 
-def since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled: int | None = None) -> str:
-    """What has changed since, as the end of a sentence; empty without a change or without current figures.
+def changes_since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled: int | None = None) -> str:
+    """The change of the figures since the refusal, as the end of a sentence; empty without a change or current figures.
 
     pooled  bytes in use at the refusal that no current figure counts
     """
     if now is None:
         return ""
     before, after = (
-        next((row for row in part.rows if row.kind == "framework" and row.name == name), None) for part in (then, now)
+        next((row for row in gpu.rows if row.kind == "framework" and row.name == name), None) for gpu in (then, now)
     )
     if before is not None and after is not None:
         if before.in_use is not None and _differ(before.in_use - (pooled or 0), after.in_use):

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from memguard._base.specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, NoHelp, Plan
 from memguard._base.units import GRANULE, MIB, format_size, round_down, round_up
 from memguard._budget import policy
 from memguard._budget.shared_pool import allocator_of, caps_of, clients
+from memguard._frameworks.specs import CONTEXT_MAKER, NEVER_GIVE_BACK, SPECS
 from memguard._oom.causes import WORKSPACE, Case
-from memguard._oom.classify import Verdict
+from memguard._oom.classify import Classification
 from memguard.errors import MemguardError
 
 _WORTH = 16 * MIB
 """A remedy that gains less is not worth showing."""
-_ELSEWHERE = {
+_OTHER_MEMORY = {
     "pinned": (
         "use fewer or smaller page-locked buffers (pin_memory, prefetching)",
         "raise what the process may lock: ulimit -l, or the container's memlock; free CPU memory",
@@ -34,7 +34,7 @@ _ELSEWHERE = {
     ),
 }
 
-_WITHOUT_HELP = {
+_NO_ROOM_WAS_MADE = {
     NoHelp.LOCK_HELD: "run it again: memguard's lock is free once the call that has it (trim, resize, init) ends",
     NoHelp.WITHIN_CALL: "run it again: memguard's lock is free once the call that has it (trim, resize, init) ends",
     NoHelp.CAPTURE: "run the work once before the capture, or call memguard.require there: memguard can make room then",
@@ -51,38 +51,38 @@ class Remedy:
     bytes: int | None = None
 
 
-def remedies(verdict: Verdict, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
-    """The remedies, best first. `reason` is the report's."""
+def remedies(classification: Classification, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
+    """The remedies, best first. `reason`: why the request failed, as in the report."""
     if case is None:
-        return tuple(Remedy(text) for text in _ELSEWHERE.get(verdict.memory, ()))
+        return tuple(Remedy(text) for text in _OTHER_MEMORY.get(classification.memory, ()))
     found: list[Remedy] = []
     if reason == "fragmented":
-        found += _whole(case)
+        found += _defragment(case)
     if reason in ("cap", "cap and card", "fragmented"):
         found += _higher_cap(case)
-        if reason != "fragmented" and case.of_then and case.in_pieces:
-            found += _whole(case)
+        if reason != "fragmented" and case.at_refusal and case.fits_unfragmented:
+            found += _defragment(case)
     if reason in ("card", "cap and card", "unknown"):
         found += _trims(case)
     if reason in ("card", "cap and card"):
-        found += [*_processes(case), *_pools(case), *_outside(case)]
-        if case.split >= max(case.verdict.requested or 0, WORKSPACE):
-            found += _whole(case)
-    found += _less(case, reason)
+        found += [*_processes(case), *_fixed_pools(case), *_unaccounted(case)]
+        if case.fragmented_cache >= max(case.classification.requested or 0, WORKSPACE):
+            found += _defragment(case)
+    found += _use_less(case, reason)
     return tuple(found)
 
 
-def without_help(why: NoHelp) -> tuple[Remedy, ...]:
-    """The first remedy if memguard could not look for room."""
-    return (Remedy(_WITHOUT_HELP[why]),) if why in _WITHOUT_HELP else ()
+def if_no_room_was_made(why: NoHelp) -> tuple[Remedy, ...]:
+    """The first remedy if memguard could not make room."""
+    return (Remedy(_NO_ROOM_WAS_MADE[why]),) if why in _NO_ROOM_WAS_MADE else ()
 
 
 def _trims(case: Case) -> Iterator[Remedy]:
-    """Trim other frameworks' caches, largest first. The requester has trimmed its own before it failed."""
+    """Trim other frameworks' caches, largest first. The requester has already trimmed its own cache."""
     sizes = {}
     for row in case.frameworks:
         size = row.reclaimable if row.reclaimable is not None else row.cached
-        if allocator_of(case.planned, row.name) == case.allocator:  # this cache already serves the request
+        if allocator_of(case.device_plan, row.name) == case.allocator:  # this cache already serves the request
             continue
         if row.name not in NEVER_GIVE_BACK and size is not None and size >= _WORTH:
             sizes[row.name] = row, size
@@ -93,27 +93,27 @@ def _trims(case: Case) -> Iterator[Remedy]:
         if row.reclaimable is None:
             yield Remedy(f"{name} caches {format_size(size)}: {call} frees the part that is not fragmented", size)
         else:
-            enough = ", which is enough" if case.over_card and case.free + size >= case.need else ""
+            enough = ", which is enough" if case.exceeds_free and case.free + size >= case.needed else ""
             yield Remedy(f"{name} holds {format_size(size)} reclaimable: {call} frees it{enough}", size)
 
 
 def _processes(case: Case) -> Iterator[Remedy]:
-    known = sorted(((size, pid) for pid, size in case.others.items() if size), reverse=True)
+    known = sorted(((size, pid) for pid, size in case.other_processes.items() if size), reverse=True)
     where, other = ("the machine's memory", "") if case.unified else ("this GPU", ", or use another GPU")
     for size, pid in known[:2]:
         if size >= WORKSPACE:
             yield Remedy(f"process {pid} holds {format_size(size)} of {where}: end it{other}", size)
-    if case.unified:  # NVML lists no CPU programs, and on a Jetson no processes at all
+    if case.unified:  # NVML lists no CPU programs, and no processes at all on a Jetson
         yield Remedy(
             "other programs use this memory too, those of the CPU as well: free -h and top show which; end some"
         )
-    elif case.part.process is None:
+    elif case.gpu.process is None:
         yield Remedy("NVML cannot say which memory is this process's (usual in containers): run nvidia-smi on the host")
-    elif not known and (size := case.part.row("other processes").bytes or 0) >= WORKSPACE:
+    elif not known and (size := case.gpu.row("other processes").bytes or 0) >= WORKSPACE:
         yield Remedy(f"other processes hold {format_size(size)} of this GPU: nvidia-smi names them", size)
 
 
-def _pools(case: Case) -> Iterator[Remedy]:
+def _fixed_pools(case: Case) -> Iterator[Remedy]:
     for row in case.frameworks:
         if row.name in NEVER_GIVE_BACK and row is not case.row and (row.bytes or 0) >= WORKSPACE:
             used = "" if row.in_use is None else f" ({format_size(row.in_use)} in use)"
@@ -123,9 +123,9 @@ def _pools(case: Case) -> Iterator[Remedy]:
             )
 
 
-def _outside(case: Case) -> Iterator[Remedy]:
-    size = case.part.row("unaccounted").bytes or 0
-    if size >= 2 * WORKSPACE and case.part.process is not None:
+def _unaccounted(case: Case) -> Iterator[Remedy]:
+    size = case.gpu.row("unaccounted").bytes or 0
+    if size >= 2 * WORKSPACE and case.gpu.process is not None:
         yield Remedy(
             f"{format_size(size)} of this process belong to no framework: an extension's own cudaMalloc, or a second "
             f"CUDA context ({CONTEXT_MAKER.context_module})",
@@ -134,13 +134,13 @@ def _outside(case: Case) -> Iterator[Remedy]:
 
 
 def _higher_cap(case: Case) -> Iterator[Remedy]:
-    """A cap under which the request fits, if the plan has room for it on every GPU; else another cap to shrink."""
-    row, part, plan = case.row, case.planned, case.plan
-    if row is None or part is None or plan is None or row.name not in part.caps:
+    """Raise the cap so that the request fits, if the plan has room on every GPU; else lower another cap for it."""
+    row, device_plan, plan = case.row, case.device_plan, case.plan
+    if row is None or device_plan is None or plan is None or row.name not in device_plan.caps:
         return
-    name, cap = row.name, part.caps[row.name]
-    if (allocator := allocator_of(part, name)) != name:
-        names, size = " and ".join(clients(part, allocator)), format_size(cap)
+    name, cap = row.name, device_plan.caps[row.name]
+    if (allocator := allocator_of(device_plan, name)) != name:
+        names, size = " and ".join(clients(device_plan, allocator)), format_size(cap)
         yield Remedy(
             f"{names} share one pool of {size}: raise the part of any of them and restart, as its size is fixed"
         )
@@ -149,49 +149,51 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         own, most = format_size(row.cap), format_size(cap)
         yield Remedy(f"{name}'s own limit of {own} is stricter than its cap of {most}: raise or remove that limit")
         return
-    # Allocators round up, PyCUDA's bins by up to a sixteenth. An unknown use is at most the whole cap.
-    asked, taken = case.verdict.requested, cap if case.taken is None else case.taken
-    wanted = round_up(taken + case.need + (asked or 0) // 16)
-    if asked is None and case.shut_out:  # the headroom was too small, and the request's size is unknown
+    # Allocators round up, PyCUDA's bins by up to a sixteenth. Unknown bytes in use are at most the whole cap.
+    requested, taken = case.classification.requested, cap if case.not_reusable is None else case.not_reusable
+    wanted = round_up(taken + case.needed + (requested or 0) // 16)
+    if requested is None and case.refused_by_cap:  # the headroom was too small, and the request's size is unknown
         wanted = max(wanted, round_up(cap + WORKSPACE))
-    least, gain = ("at least ", None) if asked is None else ("", wanted - cap)
-    # A share may be rounded down by a granule: reserve one granule for each of the others.
-    spare = {p.device.uuid: _reach(p, name) - GRANULE * (len(p.caps) - 1) for p in plan.devices}
+    least, gain = ("at least ", None) if requested is None else ("", wanted - cap)
+    # A share may be rounded down by a granule, so one granule is reserved for each of the others.
+    spare = {p.device.uuid: _highest_cap(p, name) - GRANULE * (len(p.caps) - 1) for p in plan.devices}
     if wanted <= cap:
         return
-    if name in part.elastic and wanted <= min(spare.values()):
-        yield from _wider(part, name, wanted, least, gain)
+    if name in device_plan.elastic and wanted <= min(spare.values()):
+        yield from _wider_bounds(device_plan, name, wanted, least, gain)
         return
     if wanted <= min(spare.values()):
         later = " and restart: its pool is fixed"
         if name not in NEVER_GIVE_BACK:
             held = Counter[str]()
             for r in case.frameworks:
-                held[allocator_of(part, r.name)] += r.bytes or 0
+                held[allocator_of(device_plan, r.name)] += r.bytes or 0
             # Exclude memory lent to elastic frameworks, and memory that others hold above their caps.
-            now = wanted <= min(policy.left_beside(p, name, held if p is part else {}) for p in plan.devices)
+            now = wanted <= min(policy.highest_cap(p, name, held if p is device_plan else {}) for p in plan.devices)
             later = f", or memguard.resize({name!r}, '{wanted // MIB}MiB')" if now else ""
-        setting = _share(plan, part, wanted, spare, least) or f"limit to {least}{wanted // MIB}MiB"
+        setting = _share(plan, device_plan, wanted, spare, least) or f"limit to {least}{wanted // MIB}MiB"
         if case.budget is not None and case.budget.frameworks[name].min is not None:  # only its min is guaranteed
             setting = f"min to {least}{wanted // MIB}MiB"
         yield Remedy(f"raise frameworks.{name}.{setting}{later}", gain)
         return
     missing = wanted - min(spare.values())
     idle = {
-        r.name: (_guaranteed(part, r.name) - r.bytes, r)
+        r.name: (_guaranteed(device_plan, r.name) - r.bytes, r)
         for r in case.frameworks
-        if r is not row and r.cap and r.bytes is not None and r.at_least is None and r.name in caps_of(part)
+        if r is not row and r.cap and r.bytes is not None and r.at_least is None and r.name in caps_of(device_plan)
     }
     other = max(idle, key=lambda key: idle[key][0], default=None)
     size = f"{least}{format_size(wanted)}"
     text = f"{name} would need a cap of {size}, {format_size(missing)} more than the budget has left: "
     if other is not None and idle[other][0] >= missing:
-        used, most = format_size(idle[other][1].bytes), format_size(_guaranteed(part, other))
-        less = round_down(_guaranteed(part, other) - missing)
+        used, most = format_size(idle[other][1].bytes), format_size(_guaranteed(device_plan, other))
+        less = round_down(_guaranteed(device_plan, other) - missing)
         settings = {name: wanted, other: less}
-        if case.budget is None or _gives(case, wanted, settings) is not None:
-            limits = f"to {less // MIB}MiB and raise {_key(part, name, 'max')} to {wanted // MIB}MiB"
-            yield Remedy(f"{text}lower {_key(part, other, 'min')}, which holds {used} of its {most}, {limits}", gain)
+        if case.budget is None or _replanned_cap(case, wanted, settings) is not None:
+            limits = f"to {less // MIB}MiB and raise {_setting(device_plan, name, 'max')} to {wanted // MIB}MiB"
+            yield Remedy(
+                f"{text}lower {_setting(device_plan, other, 'min')}, which holds {used} of its {most}, {limits}", gain
+            )
             return
     if case.budget is None:
         yield Remedy(f"{text}lower another cap, or raise device.limit if the GPU has that to spare")
@@ -199,66 +201,75 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     yield from _higher_limit(case, wanted, text)
 
 
-def _guaranteed(part: DevicePlan, name: str) -> int:
+def _guaranteed(device_plan: DevicePlan, name: str) -> int:
     """An allocator's guaranteed bytes on one GPU: its min if it is elastic, else its cap."""
-    return part.elastic.get(name, (caps_of(part)[name], 0))[0]
+    return device_plan.elastic.get(name, (caps_of(device_plan)[name], 0))[0]
 
 
-def _reach(part: DevicePlan, name: str) -> int:
+def _highest_cap(device_plan: DevicePlan, name: str) -> int:
     """The highest cap of a framework that leaves the others their guaranteed bytes."""
-    return part.limit - part.reserve - sum(_guaranteed(part, other) for other in caps_of(part) if other != name)
+    return (
+        device_plan.limit
+        - device_plan.reserve
+        - sum(_guaranteed(device_plan, other) for other in caps_of(device_plan) if other != name)
+    )
 
 
-def _key(part: DevicePlan, name: str, bound: str) -> str:
-    return f"frameworks.{name}.{bound}" if name in part.elastic else f"frameworks.{name}"
+def _setting(device_plan: DevicePlan, name: str, bound: str) -> str:
+    return f"frameworks.{name}.{bound}" if name in device_plan.elastic else f"frameworks.{name}"
 
 
-def _wider(part: DevicePlan, name: str, wanted: int, least: str, gain: int | None) -> Iterator[Remedy]:
-    """Wider bounds for an elastic share. Its room below the max is no gain if others use the spare."""
+def _wider_bounds(device_plan: DevicePlan, name: str, wanted: int, least: str, gain: int | None) -> Iterator[Remedy]:
+    """Raise the bounds of an elastic share. A higher max is useless if other frameworks use the unlent memory."""
     size = f"{least}{wanted // MIB}MiB"
-    if wanted > part.elastic[name][1]:
+    if wanted > device_plan.elastic[name][1]:
         yield Remedy(f"raise frameworks.{name}.max to {size}", gain)
         return
-    others = [one for one, (low, _) in part.elastic.items() if one != name and part.caps[one] > low]
+    others = [one for one, (low, _) in device_plan.elastic.items() if one != name and device_plan.caps[one] > low]
     if others:
-        who = " and ".join(f"{one} has {format_size(part.caps[one] - part.elastic[one][0])}" for one in others)
+        borrowers = " and ".join(
+            f"{one} has {format_size(device_plan.caps[one] - device_plan.elastic[one][0])}" for one in others
+        )
         lower = " or ".join(f"frameworks.{one}.max" for one in others)
-        yield Remedy(f"{who} more than its min: raise frameworks.{name}.min to {size}, or lower {lower}", gain)
+        yield Remedy(f"{borrowers} more than its min: raise frameworks.{name}.min to {size}, or lower {lower}", gain)
 
 
 def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
-    """The smallest `device.limit` under which the request fits. Shares grow with it, so the budget is planned again."""
-    budget, part, row = case.budget, case.planned, case.row
-    assert budget is not None and part is not None and row is not None
-    name, cap = row.name, part.caps[row.name]
+    """Raise `device.limit` to the smallest value under which the request fits. Shares grow with it, so plan again."""
+    budget, device_plan, row = case.budget, case.device_plan, case.row
+    assert budget is not None and device_plan is not None and row is not None
+    name, cap = row.name, device_plan.caps[row.name]
     others = [one for other, one in budget.frameworks.items() if other != name]
     parts = [one.guaranteed for one in others]
     shares = sum((one for one in parts if isinstance(one, Fraction)), Fraction(0))
     fixed = sum(round_down(one) for one in parts if isinstance(one, int))
     own = budget.frameworks[name].share
     rooms: list[tuple[Fraction, dict[str, int]]] = []
-    if own is not None:  # its share grows with the limit, and may be rounded down by a granule
+    if own is not None:  # its share grows with the limit; one granule more covers rounding down
         rooms.append(((wanted + GRANULE) / Fraction(own), {}))
     if shares < 1:
         rooms.append((Fraction(wanted + fixed) / (1 - shares), {name: wanted}))
     for room, settings in rooms:
-        limit = -(-(ceil(room) + part.reserve) // MIB) * MIB
-        more = _gives(case, wanted, settings, limit) if limit > part.limit else None
+        limit = -(-(ceil(room) + device_plan.reserve) // MIB) * MIB
+        more = _replanned_cap(case, wanted, settings, limit) if limit > device_plan.limit else None
         if more is not None:
-            with_cap = f", and {_key(part, name, 'max')} to {wanted // MIB}MiB" if settings else ""
-            limits = f"from {format_size(part.limit)} to {limit // MIB}MiB{with_cap}"
-            yield Remedy(f"{text}raise device.limit {limits}", None if case.verdict.requested is None else more - cap)
+            with_cap = f", and {_setting(device_plan, name, 'max')} to {wanted // MIB}MiB" if settings else ""
+            limits = f"from {format_size(device_plan.limit)} to {limit // MIB}MiB{with_cap}"
+            yield Remedy(
+                f"{text}raise device.limit {limits}", None if case.classification.requested is None else more - cap
+            )
             return
     yield Remedy(f"{text}neither the other caps nor the GPU have that to spare: make smaller requests")
 
 
-def _gives(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None = None) -> int | None:
-    """The requester's cap here under these caps and this limit, if that budget can be planned and gives `wanted`."""
-    budget, part, row, plan = case.budget, case.planned, case.row, case.plan
-    assert budget is not None and part is not None and row is not None and plan is not None
+def _replanned_cap(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None = None) -> int | None:
+    """The requester's cap on this GPU if the budget had these caps and this limit; None if that budget cannot be
+    planned, or if the cap is below `wanted`."""
+    budget, device_plan, row, plan = case.budget, case.device_plan, case.row, case.plan
+    assert budget is not None and device_plan is not None and row is not None and plan is not None
     written = budget.model_dump(exclude_none=True)
     for name, size in caps.items():
-        own, moves = written["frameworks"][name], name in part.elastic
+        own, moves = written["frameworks"][name], name in device_plan.elastic
         kept = {key: value for key, value in own.items() if key not in ("share", *(() if moves else ("min", "max")))}
         written["frameworks"][name] = {**kept, ("max" if name == row.name else "min") if moves else "limit": size}
     if limit is not None:
@@ -267,16 +278,16 @@ def _gives(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None =
         changed = policy.plan(type(budget).from_mapping(written), [one.device for one in plan.devices])
     except MemguardError:
         return None
-    here = next(one for one in changed.devices if one.device.uuid == part.device.uuid)
+    here = next(one for one in changed.devices if one.device.uuid == device_plan.device.uuid)
     given = here.caps[row.name]
     if row.name in here.elastic:
-        given = min(here.elastic[row.name][1], _reach(here, row.name))
+        given = min(here.elastic[row.name][1], _highest_cap(here, row.name))
     return given if given >= wanted else None
 
 
-def _share(plan: Plan, part: DevicePlan, wanted: int, spare: Mapping[str, int], least: str = "") -> str | None:
+def _share(plan: Plan, device_plan: DevicePlan, wanted: int, spare: Mapping[str, int], least: str = "") -> str | None:
     """The smallest share, in whole per cent or tenths, that gives `wanted` bytes here and fits every GPU."""
-    room = part.limit - part.reserve
+    room = device_plan.limit - device_plan.reserve
     for digits in (1, 10):
         share = Fraction(ceil(Fraction(100 * digits * wanted, room)), 100 * digits)
         if all(share * (p.limit - p.reserve) <= spare[p.device.uuid] for p in plan.devices):
@@ -284,10 +295,10 @@ def _share(plan: Plan, part: DevicePlan, wanted: int, spare: Mapping[str, int], 
     return None
 
 
-def _whole(case: Case) -> Iterator[Remedy]:
+def _defragment(case: Case) -> Iterator[Remedy]:
     """Remedies for fragmentation."""
     assert case.row is not None
-    name, size = case.row.name, case.split
+    name, size = case.row.name, case.fragmented_cache
     advice = SPECS[name].unfragment
     if advice is not None:
         yield Remedy(f"{name} caches {format_size(size)} in partly used segments: {advice}", size)
@@ -297,15 +308,15 @@ def _whole(case: Case) -> Iterator[Remedy]:
         yield Remedy(f"{name} caches {format_size(size)} in pieces between arrays: free those, then trim", size)
 
 
-def _less(case: Case, reason: str) -> Iterator[Remedy]:
+def _use_less(case: Case, reason: str) -> Iterator[Remedy]:
     """Use less memory, which always helps; or check another possible cause."""
     row = case.row
-    if reason == "unknown" and not case.verdict.certain and not case.verdict.refused:
+    if reason == "unknown" and not case.classification.certain and not case.classification.refused:
         yield Remedy("page-locked host memory gives the same error: check pin_memory and ulimit -l")
     if row is not None and row.in_use:
         yield Remedy(f"{row.name} has {format_size(row.in_use)} in live arrays: free some, or make the batch smaller")
     elif row is not None and row.in_use is None and row.bytes != 0 and reason in ("cap", "cap and card"):
         yield Remedy(f"free some of {row.name}'s arrays, or make the batch smaller; how much is in use is unknown")
     elif row is None and reason == "card":
-        reserve = f" (now {format_size(case.planned.reserve)})" if case.planned is not None else ""
+        reserve = f" (now {format_size(case.device_plan.reserve)})" if case.device_plan is not None else ""
         yield Remedy(f"leave libraries more room outside the caps: raise device.reserve{reserve}, or lower a cap")

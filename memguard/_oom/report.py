@@ -1,7 +1,7 @@
 """The report on an out-of-memory error: the requester, the holders of the memory, idle memory, remedies. Pure.
 
-`diagnose` combines the verdict on the exception (`classify`) with a reading of the ledger, the plan, the other
-processes and the last samples. Without evidence in the figures the report states `unknown` or "possibly".
+`diagnose` combines the classification of the exception with a reading of the ledger, the plan, the other processes and
+the last samples. If the figures prove no cause, the report says `unknown` or "possibly".
 """
 
 from __future__ import annotations
@@ -14,37 +14,37 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.text import fitting, shown, visible
 from memguard._base.types import NoHelp, Plan, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size
+from memguard._frameworks.specs import NEVER_GIVE_BACK
 from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom import causes, refusal
 from memguard._oom.causes import Case, Reason, caps_in_force, device_of
-from memguard._oom.classify import ErrorFacts, Verdict, classify, family
-from memguard._oom.remedies import Remedy, remedies, without_help
+from memguard._oom.classify import Classification, ErrorFacts, classify, family
+from memguard._oom.remedies import Remedy, if_no_room_was_made, remedies
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from memguard._budget import Budget
 
-__all__ = ["ErrorFacts", "Holder", "Reason", "Remedy", "Report", "Verdict", "classify", "diagnose"]
+__all__ = ["Classification", "ErrorFacts", "MemoryHolder", "Reason", "Remedy", "Report", "classify", "diagnose"]
 
 LINES, WIDTH = 14, 80
 """The most lines and columns of a printed report."""
 _SHOWN = 4
-"""The most holders printed. The JSON has all."""
+"""The most holders in a printed report. Its JSON has all."""
 _GROWTH = 64 * MIB
 """The smallest growth before the error that is reported."""
 
 
 @dataclass(frozen=True)
-class Holder:
+class MemoryHolder:
     """A holder of this GPU's memory: `kind` is framework, process, overhead or unaccounted.
 
     `cached` and `reclaimable` are known for frameworks only; None if unknown. `upper_bound`: the framework does not
-    report its bytes; they are at most `bytes`, which no other row contains.
+    report its bytes, and holds at most `bytes`. No other row contains them.
     """
 
     kind: str
@@ -59,16 +59,17 @@ class Holder:
 class Report:
     """The report on one error. `print` it, or use `as_dict()` / `to_json()`. It never holds the exception itself.
 
-    `requester` is the requester in words (`cublas, through cupy`), `error` the short text, `why` one sentence,
-    `holders` the largest first, `processes` the other processes on that GPU (bytes by PID, None if NVML does not report
-    them).
+    `requester` is the requester in words (`cublas, through cupy`), `error` a short text, `why` the cause in one
+    sentence. `holders` are sorted, largest first. `processes` has the bytes of the other processes on that GPU by PID,
+    None if NVML does not report them.
 
-    `moment` has the figures of the refusal; None if only those of `ledger` are known, which are from the time at which
-    memguard saw the error. `caught`: the refusal was seen, and its error has not left a block or the program.
+    `moment` has the figures of the refusal. It is None if only the figures of `ledger` are known, which memguard read
+    when it handled the error. `caught`: the refusal is known from its record; its error did not leave a block or the
+    program.
     """
 
     time: float
-    verdict: Verdict
+    verdict: Classification
     error: str
     ledger: Ledger | None
     processes: Mapping[int, int | None]
@@ -78,7 +79,7 @@ class Report:
     requester: str = "unknown"
     reason: Reason = "unknown"
     why: str = ""
-    holders: tuple[Holder, ...] = field(default=())
+    holders: tuple[MemoryHolder, ...] = field(default=())
     moment: RefusedRequest | None = None
     caught: bool = False
 
@@ -99,7 +100,7 @@ class Report:
             "reason": self.reason,
             "why": self.why,
             "caught": self.caught,
-            "moment": _moment(self.moment),
+            "moment": _request_dict(self.moment),
             "holders": [vars(holder) for holder in self.holders],
             "processes": {str(pid): size for pid, size in self.processes.items()},
             "remedies": [vars(remedy) for remedy in self.remedies],
@@ -120,8 +121,8 @@ class Report:
             return f"{possibly}a full file system, and no lack of GPU memory"
         what = {"gpu": "GPU memory", "pinned": "page-locked host memory"}.get(self.verdict.memory, "CPU memory")
         mark = " (simulated)" if self.simulated else ""
-        who = "" if self.requester == "unknown" else f"{self.requester} "
-        return f"{who}{possibly}ran out of {what}{size}{mark}" if who else f"{possibly}out of {what}{size}{mark}"
+        prefix = "" if self.requester == "unknown" else f"{self.requester} "
+        return f"{prefix}{possibly}ran out of {what}{size}{mark}" if prefix else f"{possibly}out of {what}{size}{mark}"
 
     @property
     def line(self) -> str:
@@ -131,8 +132,8 @@ class Report:
     @property
     def note(self) -> str:
         """The note on the exception: title, cause and the first remedy."""
-        parts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
-        return "\n  ".join(visible(part) for part in parts if part)
+        texts = [f"memguard: {self.title}", self.why, *(remedy.text for remedy in self.remedies[:1])]
+        return "\n  ".join(visible(text) for text in texts if text)
 
     def __repr__(self) -> str:
         """One line, for a prompt; `print` shows the whole report."""
@@ -159,22 +160,20 @@ class Report:
         printer.text(str(self))
 
     def _lines(self) -> list[tuple[str, str, str]]:
-        """Style, label and text of each line; the best remedies, as many as fit."""
+        """The style, label and text of each line. Includes as many of the best remedies as fit."""
         lines = [("bold red", "", textwrap.shorten(f"memguard: {self.title}", WIDTH, placeholder="…"))]
         lines += _wrap("error", self.error, 1)
-        part = (
-            next((part for part in self.ledger.devices if part.device.uuid == self.uuid), None) if self.ledger else None
-        )
-        if part is not None:
-            ordinal = "" if part.device.ordinal is None else f", cuda:{part.device.ordinal}"
-            free = format_size(part.row("free").bytes)
-            shared = ", the machine's memory" if part.device.unified else ""
-            total = format_size(part.device.usable)
-            lines += _wrap("GPU", f"{part.device.name}{ordinal}: {free} free of {total}{shared}", 1)
-        unhelped = self.moment.why_no_help if self.moment is not None else None
-        lines += _wrap("why", self.why, 2 if unhelped is None else 3, "bold")
-        asker = self.verdict.requester
-        holders = "; ".join(_described(holder, asker) for holder in self.holders[:_SHOWN])
+        gpu = next((gpu for gpu in self.ledger.devices if gpu.device.uuid == self.uuid), None) if self.ledger else None
+        if gpu is not None:
+            ordinal = "" if gpu.device.ordinal is None else f", cuda:{gpu.device.ordinal}"
+            free = format_size(gpu.row("free").bytes)
+            shared = ", the machine's memory" if gpu.device.unified else ""
+            total = format_size(gpu.device.usable)
+            lines += _wrap("GPU", f"{gpu.device.name}{ordinal}: {free} free of {total}{shared}", 1)
+        why_no_help = self.moment.why_no_help if self.moment is not None else None
+        lines += _wrap("why", self.why, 2 if why_no_help is None else 3, "bold")
+        requester = self.verdict.requester
+        holders = "; ".join(_described(holder, requester) for holder in self.holders[:_SHOWN])
         lines += _wrap("holds", holders, 2)
         lines += _wrap("before", _growth(self.samples, self.uuid), 1)
         for number, remedy in enumerate(self.remedies):
@@ -192,7 +191,7 @@ def full_text(report: Report) -> str:
 
 def diagnose(
     facts: ErrorFacts,
-    verdict: Verdict,
+    classification: Classification,
     ledger: Ledger | None,
     plan: Plan | None,
     processes: Mapping[str, Mapping[int, int | None]],
@@ -207,60 +206,63 @@ def diagnose(
 ) -> Report:
     """The report on one exception, or on a refused request whose exception the program has caught.
 
-    ledger     a current reading, while the exception is alive; of the refusal, if the exception was not seen
+    ledger     read while the exception is alive; for a caught exception, read at the refusal
     processes  other processes' bytes by device UUID and PID
-    samples    the monitor's last ones, oldest first
+    samples    the monitor's last samples, oldest first
     time       seconds, as `time.time()`
     budget     the source of `plan`; without it no remedy changes `device.limit`
-    peaks      each framework's largest use so far, by device UUID and name
-    recorded   the record of the refusal, and `then` a reading of that moment
+    peaks      each framework's peak of bytes in use, by device UUID and name
+    recorded   the record of the refusal; `then` is a ledger read at the same time
     """
     raised = family(facts)
-    who = verdict.requester or "unknown"
-    if verdict.requester is None and raised is not None:
-        who = raised
-    elif raised is not None and raised != who:
-        who = f"{who}, through {raised},"
-    if verdict.memory != "gpu":
+    requester = classification.requester or "unknown"
+    if classification.requester is None and raised is not None:
+        requester = raised
+    elif raised is not None and raised != requester:
+        requester = f"{requester}, through {raised},"
+    if classification.memory != "gpu":
         why = "the GPU budget has nothing to do with it"
-        found = remedies(verdict, None)
-        return Report(time, verdict, _short(facts), ledger, {}, (), found, None, who, "elsewhere", why)
-    part = device_of(facts.text, verdict, ledger, recorded)
-    if part is None:
+        found = remedies(classification, None)
+        return Report(time, classification, _short(facts), ledger, {}, (), found, None, requester, "elsewhere", why)
+    gpu = device_of(facts.text, classification, ledger, recorded)
+    if gpu is None:
         reason, why = causes.unknown(ledger)
         return Report(
-            time, verdict, _short(facts), ledger, {}, tuple(samples), (), None, who, reason, why, (), recorded, caught
-        )
-    uuid = part.device.uuid
+            time, classification, _short(facts), ledger, {}, tuple(samples), (), None, requester, reason, why, (),
+            recorded, caught,
+        )  # fmt: skip
+    uuid = gpu.device.uuid
     if recorded is not None:
-        asked = verdict.requested if verdict.requested is not None else recorded.requested
-        verdict = replace(verdict, requested=asked, refused=True)
-    before, moment = _then(part, facts, verdict, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time)
+        requested = classification.requested if classification.requested is not None else recorded.requested
+        classification = replace(classification, requested=requested, refused=True)
+    before, request = _rows_at_refusal(
+        gpu, facts, classification, plan, then, recorded, samples, (peaks or {}).get(uuid, {}), time
+    )
     others = dict(processes.get(uuid, {}))
     case = Case(
-        caps_in_force(before, verdict), verdict, raised, plan, others, budget, moment is not None,
+        caps_in_force(before, classification), classification, raised, plan, others, budget, request is not None,
         next((one.free for one in samples[-1].devices if one.uuid == uuid), None) if samples else None,
     )  # fmt: skip
-    pooled = moment.pooled if moment is not None else None
-    since = refusal.since(before, None if caught else part, verdict.requester, pooled)
-    reason, why = causes.reason(case, moment, since)
-    found = remedies(verdict, case, reason)
-    if (unhelped := moment.why_no_help if moment is not None else None) is not None:
-        if unhelped.kind in (NoHelp.NOTHING_IDLE, NoHelp.NOT_ASKED):
-            why = f"{why}; no room was made: {unhelped.text}"
-        else:  # first, because a retry may be enough
-            why = f"no room was made for it: {unhelped.text}; {why}"
-        found = (*without_help(unhelped.kind), *found)
+    pooled = request.pooled if request is not None else None
+    since = refusal.changes_since(before, None if caught else gpu, classification.requester, pooled)
+    reason, why = causes.reason(case, request, since)
+    found = remedies(classification, case, reason)
+    if (why_no_help := request.why_no_help if request is not None else None) is not None:
+        if why_no_help.kind in (NoHelp.NOTHING_IDLE, NoHelp.NOT_ASKED):
+            why = f"{why}; no room was made: {why_no_help.text}"
+        else:  # this comes first, because a retry may be enough
+            why = f"no room was made for it: {why_no_help.text}; {why}"
+        found = (*if_no_room_was_made(why_no_help.kind), *found)
     return Report(
-        time, verdict, _short(facts), ledger, others, tuple(samples), found, uuid, who, reason, why, _holders(case),
-        moment, caught,
+        time, classification, _short(facts), ledger, others, tuple(samples), found, uuid, requester, reason, why,
+        _holders(case), request, caught,
     )  # fmt: skip
 
 
-def _then(
-    part: DeviceLedger,
+def _rows_at_refusal(
+    gpu: DeviceLedger,
     facts: ErrorFacts,
-    verdict: Verdict,
+    classification: Classification,
     plan: Plan | None,
     then: Ledger | None,
     recorded: RefusedRequest | None,
@@ -268,57 +270,61 @@ def _then(
     peaks: Mapping[str, int],
     time: float,
 ) -> tuple[DeviceLedger, RefusedRequest | None]:
-    """The GPU's rows at the refusal, and their source; the current rows, and None, if no figures are known."""
-    told = refusal.of_text(facts, verdict, time)
-    uuid = part.device.uuid
+    """The GPU's rows at the refusal, and the figures that they are from; the current rows and None if no figures are
+    known."""
+    from_text = refusal.from_text(facts, classification, time)
+    uuid = gpu.device.uuid
     if recorded is not None:
-        recorded = refusal.complete(recorded, told)
-        base = next((one for one in then.devices if one.device.uuid == uuid), part) if then is not None else part
-        return refusal.at(base, recorded), recorded
-    if told is not None:
-        told = told._replace(uuid=uuid)
-        return refusal.at(part, told), told
-    need = Case(part, verdict, plan=plan).need
-    found = refusal.from_now(part, verdict, need, peaks.get(verdict.requester or ""), samples, time)
-    return (part, None) if found is None else (refusal.at(part, found), found)
+        recorded = refusal.complete(recorded, from_text)
+        base = next((one for one in then.devices if one.device.uuid == uuid), gpu) if then is not None else gpu
+        return refusal.rows_at(base, recorded), recorded
+    if from_text is not None:
+        from_text = from_text._replace(uuid=uuid)
+        return refusal.rows_at(gpu, from_text), from_text
+    need = Case(gpu, classification, plan=plan).needed
+    found = refusal.from_sample_or_peak(
+        gpu, classification, need, peaks.get(classification.requester or ""), samples, time
+    )
+    return (gpu, None) if found is None else (refusal.rows_at(gpu, found), found)
 
 
-def of_refusal(
-    moment: RefusedRequest, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
+def report_of_refusal(
+    request: RefusedRequest, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
     budget: Budget | None = None,
 ) -> Report:  # fmt: skip
-    """The report on a refused request whose exception was not seen: the program has probably caught it."""
-    verdict = Verdict("gpu", moment.framework, moment.requested, True, refused=True)
-    size = "" if moment.requested is None else f" {format_size(moment.requested)} of"
+    """The report on a refused request whose exception did not reach memguard, probably because the program caught
+    it."""
+    classification = Classification("gpu", request.framework, request.requested, True, refused=True)
+    size = "" if request.requested is None else f" {format_size(request.requested)} of"
     facts = ErrorFacts("", (), f"its allocator refused{size} GPU memory; the program caught the error, as it seems", {})
     return diagnose(
-        facts, verdict, then, plan, processes, (), time=moment.time, budget=budget, recorded=moment, then=then,
+        facts, classification, then, plan, processes, (), time=request.time, budget=budget, recorded=request, then=then,
         caught=True,
     )  # fmt: skip
 
 
-def _holders(case: Case) -> tuple[Holder, ...]:
+def _holders(case: Case) -> tuple[MemoryHolder, ...]:
     """The holders of memory on this GPU, largest first."""
     found = [
-        Holder(row.kind, row.name, row.bytes, row.cached, row.reclaimable)
-        for row in case.part.rows
+        MemoryHolder(row.kind, row.name, row.bytes, row.cached, row.reclaimable)
+        for row in case.gpu.rows
         if row.kind in ("framework", "overhead") and row.bytes is not None and row.bytes > 0
     ]
-    rest = case.part.row("unaccounted").bytes or 0
-    if case.part.process is not None:  # otherwise it includes other processes' memory
+    rest = case.gpu.row("unaccounted").bytes or 0
+    if case.gpu.process is not None:  # otherwise it includes other processes' memory
         most = {row.name: min(row.at_most or rest, rest) for row in case.frameworks if row.bytes is None and rest > 0}
-        found += [Holder("framework", name, size, upper_bound=True) for name, size in most.items()]
+        found += [MemoryHolder("framework", name, size, upper_bound=True) for name, size in most.items()]
         rest -= sum(most.values())
     if rest > 0:
-        found.append(Holder("unaccounted", "unaccounted", rest))
-    if any(size is not None for size in case.others.values()):
-        found += [Holder("process", f"process {pid}", size) for pid, size in case.others.items() if size]
-    elif others := case.part.row("other processes").bytes:
-        found.append(Holder("process", "other processes", others))
+        found.append(MemoryHolder("unaccounted", "unaccounted", rest))
+    if any(size is not None for size in case.other_processes.values()):
+        found += [MemoryHolder("process", f"process {pid}", size) for pid, size in case.other_processes.items() if size]
+    elif others := case.gpu.row("other processes").bytes:
+        found.append(MemoryHolder("process", "other processes", others))
     return tuple(sorted(found, key=lambda holder: -holder.bytes))
 
 
-def _described(holder: Holder, requester: str | None) -> str:
+def _described(holder: MemoryHolder, requester: str | None) -> str:
     about = []
     if holder.name == requester:
         about.append("itself")
@@ -352,7 +358,7 @@ def _growth(samples: Sequence[Sample], uuid: str | None) -> str:
 
 
 def _short(facts: ErrorFacts) -> str:
-    """Type and the line about memory, in at most 200 characters."""
+    """The type of the exception and the line of its text about memory, in at most 200 characters."""
     text = re.sub(r"\{\{[^{}]*\}\}\s*", "", facts.text)  # TensorFlow's node names
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = next((line for line in lines if re.search(r"memory|alloc|\boom\b", line, re.IGNORECASE)), "")
@@ -363,19 +369,19 @@ def _short(facts: ErrorFacts) -> str:
 
 
 def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, str, str]]:
-    """At most `most` lines, with the label before the first."""
+    """The text in at most `most` lines, with the label before the first."""
     indent = 9
     lines = textwrap.wrap(text, WIDTH - indent, max_lines=most, placeholder=" …")
     return [(style, f"  {label if not number else '':<{indent - 2}}", line) for number, line in enumerate(lines)]
 
 
-def _moment(moment: RefusedRequest | None) -> dict[str, Any] | None:
-    if moment is None:
+def _request_dict(request: RefusedRequest | None) -> dict[str, Any] | None:
+    if request is None:
         return None
     names = ("source", "id", "requested", "held", "in_use", "cached", "reclaimable", "free", "cap")
-    when = datetime.fromtimestamp(moment.time, UTC).isoformat()
-    unhelped = None if moment.why_no_help is None else moment.why_no_help._asdict()
-    return {"time": when, **{name: getattr(moment, name) for name in names}, "why_no_help": unhelped}
+    when = datetime.fromtimestamp(request.time, UTC).isoformat()
+    why_no_help = None if request.why_no_help is None else request.why_no_help._asdict()
+    return {"time": when, **{name: getattr(request, name) for name in names}, "why_no_help": why_no_help}
 
 
 def _plain(value: Any) -> Any:

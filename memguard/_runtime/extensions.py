@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from memguard._timeline import Writer
 
 Say = Callable[[str], object]
-Look = Callable[[list[Any]], object]
+OnPoll = Callable[[list[Any]], object]
 """Called with the claims of all processes at each poll of a budget that waits for its lease."""
 
 
-class Claimed(Protocol):
+class BudgetLease(Protocol):
     """The lease of a budget among the processes of this machine. It is released after all caps of the budget."""
 
     held: bool
@@ -35,7 +35,7 @@ class Claimed(Protocol):
         wait: float = ...,
         say: Say | None = ...,
         unwanted: Callable[[], bool] | None = ...,
-        look: Look | None = ...,
+        look: OnPoll | None = ...,
     ) -> bool:
         """Claim the lease, waiting up to `wait` seconds. Returns whether it had to wait."""
 
@@ -43,7 +43,7 @@ class Claimed(Protocol):
         """Release the lease. May be called again."""
 
 
-class Context(Protocol):
+class SessionContext(Protocol):
     """The part of a session that extensions use."""
 
     guard: Guard
@@ -51,7 +51,7 @@ class Context(Protocol):
     """Set from `start` on, if the budget has a monitor."""
     undo: Undo
     """Undo steps that run at the budget's end, while its caps still hold."""
-    lease: Claimed | None
+    lease: BudgetLease | None
 
     @property
     def active(self) -> bool:
@@ -61,7 +61,7 @@ class Context(Protocol):
     def writer(self) -> Writer | None:
         """The timeline's writer, if the budget has a timeline."""
 
-    def have(self, lease: Claimed) -> None:
+    def set_lease(self, lease: BudgetLease) -> None:
         """Set the budget's lease, and release it after all caps."""
 
     def write_to(self, writer: Writer) -> None:
@@ -88,13 +88,13 @@ class Extension:
     before_monitor: ClassVar[bool] = False
     """Whether the extension starts before the monitor, to receive the first event. Otherwise it starts last."""
 
-    def prepare(self, session: Context, before: Context | None) -> None:
+    def prepare(self, session: SessionContext, before: SessionContext | None) -> None:
         """Raise an error to reject the budget. Nothing is applied yet, and the budget `before` is still in effect."""
 
-    def while_waiting(self, session: Context, say: Say) -> Look | None:
+    def while_waiting(self, session: SessionContext, say: Say) -> OnPoll | None:
         """A function to call at each poll while the budget waits for its lease, or None."""
 
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         """Called once the caps are applied. An error ends the budget."""
 
     def tick(self, reading: Sample) -> None:

@@ -1,11 +1,12 @@
 """Evaluates samples: pressure levels of frameworks and process, forecasts of a reached cap or limit, and leaks.
 
 Pure: no clock, thread, environment or GPU; times come from the samples. `decide` is a function of the settings, a
-sample and the previous state. A level rises at once and falls only below its threshold less the hysteresis.
+sample and the previous state. A level rises as soon as its threshold is reached, and falls only below the threshold
+less the hysteresis.
 
-A forecast needs a steady rise over at least 3 s and 6 blocks, above all levels of the previous five minutes, with
-three quarters of the cap in use. Below three quarters the rise may be a model being loaded, or the first batch. So a
-leak is announced when a quarter of the cap is left, at the earliest. A leak that is small compared with a workload's
+A forecast needs a steady rise over at least 3 s and 6 blocks, above all levels of the previous five minutes, with three
+quarters of the cap in use. Below three quarters the rise may be a model being loaded, or the first batch. So a leak is
+announced when three quarters of the cap are in use, at the earliest. A leak that is small compared with a workload's
 swings over several seconds is detected late; `leaks` detects it between repetitions.
 
 Unaccounted memory has no cap, and no framework can trim it. So its steady rise is reported as a leak at any level:
@@ -14,15 +15,15 @@ after 3 s if it is fast, after some minutes if it is slow.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.types import Device, DevicePlan, DeviceSample, Event, FrameworkSample, Pressure, Sample
 from memguard._base.units import MIB, format_size
+from memguard._frameworks.specs import NEVER_GIVE_BACK
 from memguard._runtime.leaks import leak
 
 if TYPE_CHECKING:
@@ -227,14 +228,16 @@ def needed(name: str, usage: FrameworkSample) -> int | None:
     return in_use if in_use is not None else held
 
 
-def _levels(device: DeviceSample, bounds: Bounds | None = None) -> Iterator[tuple[str | None, _Level]]:
+def _levels(device: DeviceSample, bounds: Bounds | None = None) -> list[tuple[str | None, _Level]]:
     """The level of each framework with a cap, and of the process (None) if it has a limit."""
-    tops = _tops(device, bounds) if bounds is not None else _FIXED
+    needs = {name: needed(name, usage) for name, usage in device.frameworks.items()}
+    tops = _tops(device, bounds, needs) if bounds is not None else _FIXED
+    levels: list[tuple[str | None, _Level]] = []
     need = idle = reclaimable = held = 0
     silent = False
     for name, usage in device.frameworks.items():
         taken, _, free, cap = usage
-        part = needed(name, usage)
+        part = needs[name]
         if part is None:
             silent = True
             continue
@@ -246,9 +249,9 @@ def _levels(device: DeviceSample, bounds: Bounds | None = None) -> Iterator[tupl
             idle += taken - part
             held += taken
         if cap:
-            yield name, _Level(part, tops[name], 0, "", True) if name in tops else _Level(part, cap, 0)
+            levels.append((name, _Level(part, tops[name], 0, "", True) if name in tops else _Level(part, cap, 0)))
     if not device.limit:
-        return
+        return levels
     process = device.process if device.process is not None else held + device.overhead
     used = need + device.overhead if silent or device.process is None else max(process - idle, 0)
     left = device.free + reclaimable
@@ -258,13 +261,14 @@ def _levels(device: DeviceSample, bounds: Bounds | None = None) -> Iterator[tupl
     others = "other processes hold the rest of the card"
     if device.used is None:  # unified memory
         others = "the machine's memory, which this GPU uses, is taken"
-    yield None, _Level(used, device.limit, min(device.overhead, device.limit), others if squeezed else "")
+    process_level = _Level(used, device.limit, min(device.overhead, device.limit), others if squeezed else "")
+    return [*levels, (None, process_level)]
 
 
 _FIXED: Mapping[str, int] = MappingProxyType({})
 
 
-def _tops(device: DeviceSample, bounds: Bounds) -> dict[str, int]:
+def _tops(device: DeviceSample, bounds: Bounds, needs: Mapping[str, int | None]) -> dict[str, int]:
     """The highest possible value of each elastic cap, given the minima of the siblings and their need beyond these."""
     taken = {}
     for name, least in bounds.least.items():
@@ -272,7 +276,7 @@ def _tops(device: DeviceSample, bounds: Bounds) -> dict[str, int]:
         if usage is None:
             taken[name] = least
         elif name in bounds.most:
-            taken[name] = max(least, needed(name, usage) or 0)
+            taken[name] = max(least, needs[name] or 0)
         else:
             taken[name] = usage.cap or least  # `memguard.resize` may have changed it
     free = bounds.room - sum(taken.values())
@@ -406,11 +410,12 @@ def _leak(settings: Settings, now: float, uuid: str, unaccounted: int, track: _T
 
 def _speed(track: _Track) -> float | None:
     """The bytes per second of a steady rise by at least `LEAKED`, over seconds or minutes. None without such a rise."""
-    climb = _climb(track)
-    steps = [b.low - a.low for a, b in pairwise(track.blocks)]
-    # Ignore the largest step, which may have another cause. Require `STEPS`: first uses of a few libraries are no leak.
-    if climb is not None and sum(steps) - max(steps) >= LEAKED and sum(step > 0 for step in steps) >= STEPS:
-        return climb.slope
+    if (climb := _climb(track)) is not None:
+        steps = [b.low - a.low for a, b in pairwise(track.blocks)]
+        # Ignore the largest step, which may have another cause. Require `STEPS`: first uses of a few libraries are no
+        # leak.
+        if sum(steps) - max(steps) >= LEAKED and sum(step > 0 for step in steps) >= STEPS:
+            return climb.slope
     peaks = [peak for _, peak in track.peaks]
     if not peaks or peaks[-1] - peaks[0] < LEAKED:
         return None
@@ -434,6 +439,8 @@ class _Climb(NamedTuple):
 
 def _climb(track: _Track) -> _Climb | None:
     blocks = track.blocks
+    if len(blocks) < EVIDENCE[1]:
+        return None
     highest = max((peak for _, peak in track.peaks), default=0)
     if blocks[-1].high <= highest:
         return None

@@ -18,21 +18,21 @@ from typing import TYPE_CHECKING, Any, Literal, Union, get_args
 
 from memguard._base import life
 from memguard._base.advice import Advice
-from memguard._base.locks import InterruptSafeLock, Rank, free, ranked
+from memguard._base.locks import InterruptSafeLock, LockOrder, free, ordered
 from memguard._base.logs import is_heard
 from memguard._base.logs import log as _log
 from memguard._devices import suspension
 from memguard._frameworks import import_hook
 from memguard._guard.guard import Guard
 from memguard._runtime import extensions, workers
-from memguard._runtime.session import Session, outlived, watches
+from memguard._runtime.session import Session, outlived, sample_callbacks
 from memguard._runtime.workers import IdleGuard
 from memguard.errors import AlreadyActive, DeviceError, MemguardError, NotActive
 
 if TYPE_CHECKING:
     from memguard._budget import Budget
     from memguard._devices.host import Host
-    from memguard._runtime.extensions import Claimed
+    from memguard._runtime.extensions import BudgetLease
 
 BudgetLike = Union["str | os.PathLike[str] | Mapping[str, Any] | Budget"]
 MissingGpu = Literal["raise", "warn", "simulate"]
@@ -43,7 +43,7 @@ _FORKED = Advice(
     "process",
     "call memguard.init here, for a budget of its own",
 )
-_WITHOUT = 'try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
+_WITHOUT = 'try it without a GPU: simulate="h200" (`memguard run --device h200`)'
 _MISSING = (
     'go on without a GPU: missing_gpu="warn" (no budget) or missing_gpu="simulate", or set '
     f"{workers.DISABLE}=1 or {workers.SIMULATE}=h200"
@@ -148,20 +148,20 @@ class Runtime:
     """The budget of one process. Changes hold `lock`; readers of `state` take no lock."""
 
     def __init__(self) -> None:
-        self.lock: InterruptSafeLock = ranked(InterruptSafeLock(), Rank.RUNTIME)
+        self.lock: InterruptSafeLock = ordered(InterruptSafeLock(), LockOrder.RUNTIME)
         self.extensions: Mapping[str, str] = {}
         """The factories of extensions by section of the budget. See `extensions.load`."""
         self.simulated_by_default: Sequence[str] | None = None
-        """The GPUs of `memguard run --simulate`, which also apply to the program's own `init`."""
+        """The GPUs of `memguard run --device`, which also apply to the program's own `init`."""
         self.from_environment: Guard | None = None
         """The guard that MEMGUARD_CONFIG applied. The program's own `init` replaces it without `replace=True`."""
-        self.claimed: list[Claimed] = []
+        self.claimed: list[BudgetLease] = []
         """Leases that `init` claimed, or took over from the previous budget, until it has succeeded or failed."""
         self.applying = False
         """Whether `init` is running."""
         self.claiming = False
         """Whether `init` is waiting for a lease. `shutdown` ends the wait."""
-        self._unwanted = False
+        self._shutdown_requested = False
         """Whether `shutdown` was called during `init`, by a signal handler or by another thread."""
         self._environment: Any = sys.modules.get("_memguard_environment")
         """The module that applies MEMGUARD_CONFIG, if that was set at Python's start."""
@@ -188,7 +188,7 @@ class Runtime:
         """Whether this is a forked child without a budget of its own."""
         return self._state.why == _FORKED
 
-    def settled(self) -> Empty:
+    def state_for_call(self) -> Empty:
         """The state for a public call, after applying MEMGUARD_CONFIG and waiting for an `init` on another thread."""
         state = self._state
         if type(state) is Active or type(state) is Idle:
@@ -235,10 +235,10 @@ class Runtime:
                     return self._apply(loaded, simulate, replace, missing_gpu)
                 finally:
                     self.applying = False
-                    self._let_go()
+                    self._release_unused_leases()
             state = self._state
             if isinstance(state, Starting) and _same(state.session, loaded, simulate):
-                self._unwanted = False  # this `init` revokes a `shutdown` before it
+                self._shutdown_requested = False  # this `init` revokes a `shutdown` before it
                 return state.session.guard, None
             raise AlreadyActive(
                 "memguard.init is at work on this thread, and was called within that by a signal handler, a log "
@@ -250,7 +250,7 @@ class Runtime:
         self, loaded: Budget, simulate: str | Sequence[str] | None, replace: bool, missing_gpu: MissingGpu
     ) -> tuple[Guard, Session | None]:
         """`init`. Callers hold the lock."""
-        self._unwanted = False
+        self._shutdown_requested = False
         before = self._in_effect()
         if before is not None:
             now = before.guard
@@ -316,27 +316,28 @@ class Runtime:
             if host is not None:
                 host.close()
             if isinstance(error, DeviceError) and (simulate is None if host is None else not host.simulated):
-                more = [_WITHOUT] if host is not None else []  # without a host the text names simulated GPUs itself
+                # Without a host the error already suggests simulated GPUs.
+                more = [_WITHOUT] if host is not None else []
                 more += [_MISSING] if error.missing else []
                 raise DeviceError(error.advice.with_alternatives(*more), missing=error.missing) from None
             raise
         return session
 
-    def _claim(self, lease: Claimed, session: Session) -> None:
+    def _claim(self, lease: BudgetLease, session: Session) -> None:
         """Wait for the lease up to `device.wait`, holding the lock: `init` and `shutdown` on other threads wait too."""
         self.claimed.append(lease)
         try:
             self.claiming = True
             say = _log.warning if is_heard() else import_hook.to_stderr
             wait = session.guard.budget.device.wait or 0.0
-            if lease.take(wait, say, lambda: self._unwanted, session.while_waiting(say)):
+            if lease.take(wait, say, lambda: self._shutdown_requested, session.while_waiting(say)):
                 until = time.monotonic() + _FREED
-                while any(session.guard.busy()) and time.monotonic() < until and not self._unwanted:
+                while any(session.guard.busy()) and time.monotonic() < until and not self._shutdown_requested:
                     time.sleep(0.05)
         finally:
             self.claiming = False
 
-    def _let_go(self) -> None:
+    def _release_unused_leases(self) -> None:
         """Release the leases that `init` claimed or took over, except the lease of the budget in effect."""
         active = self._state.session
         own = active.lease if active is not None and active.active else None
@@ -350,7 +351,7 @@ class Runtime:
     def _without_gpu(self, budget: Budget, before: Session | None, why: str) -> Session:
         """A session with the budget on a simulated GPU in place of the missing real one. Prints that once."""
         session = self._planned(budget, _STAND_IN, before)
-        session.stands_in = True
+        session.simulated_stand_in = True
         import_hook.warned = True
         import_hook.to_stderr(
             f"a simulated {_STAND_IN} stands in for the missing GPU: nothing limits a real one: {why}"
@@ -360,19 +361,19 @@ class Runtime:
     def _start(self, session: Session) -> None:
         """Make the session current and start it. `_in_effect` undoes an interrupted start. Callers hold the lock."""
         try:
-            # Before `start`: an import on another thread may call memguard at once.
+            # Set before `start`: during it, an import on another thread may already call memguard.
             self._state = Starting(session, self._state.without_session())
             session.start()
         finally:
             if self.session is session:  # not in a child forked within `start`
                 self._state = Active(session, self._state.without_session())
-        if self._unwanted:  # `shutdown` was called during `start`
+        if self._shutdown_requested:  # `shutdown` was called during `start`
             session.guard.stop()
 
     def _in_effect(self) -> Session | None:
         """The session of the budget in effect, after undoing the rest of an interrupted one. Callers hold the lock."""
         if self.claimed and not self.applying:
-            self._let_go()
+            self._release_unused_leases()
         found = self._state.session
         if found is None or found.active:
             return found
@@ -384,14 +385,14 @@ class Runtime:
         if self.session is session and session.guard.undone:
             self._state = self._state.without_session()
 
-    def _again(self, before: Guard, lease: Claimed | None) -> Session | None:
+    def _again(self, before: Guard, lease: BudgetLease | None) -> Session | None:
         """Apply the previous budget again after its replacement failed. None if that fails too."""
         session: Session | None = None
         try:
             session = Session(Guard(before.budget, before.host), extensions.load(before.budget, self.extensions))
             session.guard.plan = before.plan  # with the changes by `resize`
             if lease is not None:
-                session.have(lease)
+                session.set_lease(lease)
             self._start(session)
         except MemguardError as error:
             if session is not None:
@@ -446,19 +447,19 @@ class Runtime:
     def shutdown(self) -> list[str]:
         """Implements `memguard.shutdown`."""
         if self.claiming:  # end the wait of an `init` on another thread, or of one that this call interrupted
-            self._unwanted = True
+            self._shutdown_requested = True
         with self.lock:
             if outlived(self.session):
                 _log.debug("memguard.shutdown of a budget that is over: the one that came after it stays")
                 return []
             if self.claimed and not self.applying:
-                self._let_go()
+                self._release_unused_leases()
             if self.session is not None:
                 self.state.check("memguard.shutdown")  # the undo needs the GPUs
             self._end_idling()
             if self._environment is not None:
                 self._environment.disarm()
-            self._unwanted = True  # for an `init` that was interrupted by the signal handler that calls this
+            self._shutdown_requested = True  # for an `init` that was interrupted by the signal handler that calls this
             found = self.session
             # There is no budget, or a signal handler called this during `init`, which then stops the guard itself.
             if found is None or isinstance(self._state, Starting):
@@ -491,25 +492,25 @@ class Runtime:
             _log.warning("the budget of a block could not be ended: %s", str(failure))
 
     def forked(self) -> None:
-        """Reset a forked child: no budget, and a new lock, because the inherited one may be held for ever."""
-        self.lock, self.claiming, self.applying = ranked(InterruptSafeLock(), Rank.RUNTIME), False, False
+        """Reset a forked child: no budget, and a new lock: the parent's threads may have held the inherited one."""
+        self.lock, self.claiming, self.applying = ordered(InterruptSafeLock(), LockOrder.RUNTIME), False, False
         self.claimed.clear()
-        watches.clear()  # callbacks may depend on threads of the parent
+        sample_callbacks.clear()  # callbacks may depend on threads of the parent
         before = self.session
         if before is None:
             return
         self._state = Forked(_FORKED)
         before.forked()
         if workers.from_fork_server(sys.modules, sys.orig_argv):  # the parent is multiprocessing's fork server
-            self._state = Forked(workers.SERVED)
-            _log.warning("%s", workers.SERVED)
+            self._state = Forked(workers.FROM_FORK_SERVER)
+            _log.warning("%s", workers.FROM_FORK_SERVER)
             return
         _log.debug("forked: memguard is inert in the child; call memguard.init there for a budget of its own")
 
     # GPUs
 
     def _simulated_by_default(self) -> Sequence[str] | None:
-        """The GPUs of `memguard run --simulate`, else of MEMGUARD_SIMULATE. The latter are printed on stderr once."""
+        """The GPUs of `memguard run --device`, else of MEMGUARD_SIMULATE. The latter are printed on stderr once."""
         if self.simulated_by_default is not None:
             return self.simulated_by_default
         names = workers.simulated(os.environ)
@@ -520,7 +521,7 @@ class Runtime:
         try:
             for name in names:
                 catalog.models(name)
-        except DeviceError as error:  # before they are printed
+        except DeviceError as error:  # an invalid name is reported before the names are printed
             raise DeviceError(error.advice.within(workers.SIMULATE)) from None
         if not import_hook.warned:
             import_hook.warned = True
@@ -531,7 +532,7 @@ class Runtime:
 def _same(active: Session, budget: Budget, simulate: str | Sequence[str] | None) -> bool:
     if active.guard.budget != budget:
         return False
-    return simulated_names(active.guard.host) == _names(simulate) or (active.stands_in and simulate is None)
+    return simulated_names(active.guard.host) == _names(simulate) or (active.simulated_stand_in and simulate is None)
 
 
 def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
@@ -565,4 +566,4 @@ def open_host(simulate: str | Sequence[str] | None) -> Host:
 
 
 this = Runtime()
-life.at_fork(life.Rank.BUDGET, child=this.forked)
+life.at_fork(life.HookOrder.BUDGET, child=this.forked)

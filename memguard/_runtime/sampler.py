@@ -33,7 +33,7 @@ _MOST = 60.0
 _BEGIN = 0.2
 """Seconds that `stop` waits for a thread that may never begin, because its `start` was interrupted."""
 _LOOK = 0.005
-"""Seconds between two polls of `quiet` for the end of the current sample."""
+"""Seconds between two polls of `wait_for_sample` for the end of the current sample."""
 JOIN = 2.0
 """Seconds that `stop` waits for a sample that hangs in the driver. The thread ends by itself once the call returns."""
 
@@ -151,20 +151,21 @@ class Monitor:
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
-        if thread.ident is None and not thread.is_alive():  # interrupted `start`: if it begins, it ends at once
+        # `start` was interrupted. If the thread still begins, it ends at once.
+        if thread.ident is None and not thread.is_alive():
             self._begun.wait(_BEGIN)
         if self._begun.is_set():  # else `join` would raise
             thread.join(JOIN)
 
     def pause(self, seconds: float) -> bool:
-        """Take no sample until `go_on`. False if the current sample has not ended within `seconds`.
+        """Take no sample until `resume`. False if the current sample has not ended within `seconds`.
 
         Does not wait if a callback calls it on the monitor's thread.
         """
         self._paused = True
-        return self.quiet(seconds)
+        return self.wait_for_sample(seconds)
 
-    def quiet(self, seconds: float) -> bool:
+    def wait_for_sample(self, seconds: float) -> bool:
         """Wait for at most `seconds` until the current sample has ended. Returns whether it has.
 
         Does not wait if a callback calls it on the monitor's thread.
@@ -178,7 +179,7 @@ class Monitor:
             time.sleep(_LOOK)
         return True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume sampling after `pause`."""
         self._paused = False
 
@@ -192,7 +193,7 @@ class Monitor:
 
     def last(self, seconds: float) -> list[Sample]:
         """The samples of the last `seconds` before the newest one, oldest first."""
-        samples = self._ring.copy()  # atomic: the monitor's thread cannot append meanwhile
+        samples = self._ring.copy()  # atomic: the monitor's thread cannot append during the copy
         return [sample for sample in samples if sample.time >= samples[-1].time - seconds]
 
     def _run(self, stop: Flag, pid: int, begun_here: Flag | None = None) -> None:

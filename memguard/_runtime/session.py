@@ -20,7 +20,7 @@ from memguard._base.types import Event, Pressure, RefusedRequest, Sample, Worklo
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
-from memguard._guard.elastic import own_thread
+from memguard._guard.elastic import thread_flags
 from memguard._oom import hooks
 from memguard._oom.refusal import RefusalEvents
 from memguard._runtime.leaks import Workloads
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from memguard._oom.report import Report
     from memguard._runtime import pressure
     from memguard._runtime.callbacks import Watch
-    from memguard._runtime.extensions import Claimed, Extension, Look, Say
+    from memguard._runtime.extensions import BudgetLease, Extension, OnPoll, Say
     from memguard._runtime.sampler import Monitor
     from memguard._timeline import Writer
 
 
-callbacks: list[Watch] = []
+event_callbacks: list[Watch] = []
 """Callbacks of `memguard.on_event`. They belong to the process and outlive a budget."""
-watches: list[Watch] = []
+sample_callbacks: list[Watch] = []
 """Callbacks of `memguard.on_sample`. They belong to the process and outlive a budget; a forked child has none."""
 WITHOUT_MONITOR = (
     "memguard.on_sample: the active budget takes no samples, so nothing is called\n"
@@ -71,12 +71,14 @@ class Session:
         self._writer: Writer | None = None
         self.undo = Undo()
         """Undo steps that run at the budget's end, while its caps still hold."""
-        self._due: deque[Event | None] = deque(maxlen=64)  # trims for the next checkpoint; None: an extension's work
-        self._raises: dict[tuple[str | None, str | None], Event] = {}  # errors for the next checkpoint
+        self._pending_trims: deque[Event | None] = deque(maxlen=64)
+        """Trims for the next checkpoint; None calls the extensions there."""
+        self._pending_errors: dict[tuple[str | None, str | None], Event] = {}
+        """UnderPressure errors for the next checkpoint, by UUID and framework."""
         self._settings: pressure.Settings | None = None
-        self.lease: Claimed | None = None
+        self.lease: BudgetLease | None = None
         """The budget's lease on its GPUs, if it has one. The guard's last undo step releases it."""
-        self.stands_in = False
+        self.simulated_stand_in = False
         """Whether a simulated GPU replaces a missing one. Then `init` with the same budget returns this session."""
         self._workloads = Workloads()
         self._refusals = RefusalEvents()
@@ -93,12 +95,12 @@ class Session:
         for extension in self.extensions:
             extension.prepare(self, before)
 
-    def while_waiting(self, say: Say) -> Look | None:
+    def while_waiting(self, say: Say) -> OnPoll | None:
         """The first extension's function to call at each poll while the budget waits for its lease."""
         looks = (extension.while_waiting(self, say) for extension in self.extensions)
         return next((look for look in looks if look is not None), None)
 
-    def have(self, lease: Claimed) -> None:
+    def set_lease(self, lease: BudgetLease) -> None:
         """Set the budget's lease, which is unclaimed or taken over. It is released after all caps."""
         self.lease = lease
         self.guard.undo.add("the lease", lease.close)
@@ -124,9 +126,9 @@ class Session:
         self.undo.add("monitor", self._forget)
         self.guard.start()
         try:
-            told = self.guard.callbacks
-            told.event, told.checkpoint, told.workload = self._announce, self.checkpoint, self._finished
-            told.refusal = self._refused
+            of_guard = self.guard.callbacks
+            of_guard.event, of_guard.checkpoint, of_guard.workload = self._announce, self.checkpoint, self._finished
+            of_guard.refusal = self._refused
             self.undo.add("hooks for uncaught errors", lambda: hooks.uninstall(self._oom_context))
             hooks.install(self._oom_context, self._write_oom, self._announce_oom)
             monitor = self._make_monitor()
@@ -138,10 +140,10 @@ class Session:
             if monitor is not None or self.extensions:
                 # Also at interpreter exit: no thread may read frameworks that are shutting down.
                 self.undo.add("monitor", lambda: life.not_at_exit(self._at_exit))
-                life.at_exit(life.Rank.BUDGET, self._at_exit)
+                life.at_exit(life.HookOrder.BUDGET, self._at_exit)
             if monitor is not None:
                 monitor.start()
-            elif watches:
+            elif sample_callbacks:
                 _log.warning("%s", WITHOUT_MONITOR)
             for extension in self.extensions:
                 if not extension.before_monitor:
@@ -199,7 +201,7 @@ class Session:
 
         Raise UnderPressure if `on_pressure` has `raise` and the pressure is still critical.
         """
-        if not self._due and not self._raises:
+        if not self._pending_trims and not self._pending_errors:
             return
         if suspension.now is not None:  # both wait until `resume`
             return
@@ -208,12 +210,12 @@ class Session:
             return
         here.busy = True
         try:
-            while self._due:
-                if (event := self._due.popleft()) is not None:
+            while self._pending_trims:
+                if (event := self._pending_trims.popleft()) is not None:
                     self._trim(event)
             for extension in self.extensions:
                 extension.checkpoint()
-            lasting = [event for event in self._taken_raises() if self._critical(event)]
+            lasting = [event for event in self._take_errors() if self._critical(event)]
         finally:
             here.busy = False
             if any(extension.waiting for extension in self.extensions):  # interrupted: continue at the next checkpoint
@@ -232,8 +234,8 @@ class Session:
         _log.info("%s", text)
         self._announce(Event(time.time(), "trim", text, uuid=event.uuid, framework=event.framework, bytes=returned))
 
-    def _taken_raises(self) -> list[Event]:
-        taken = [self._raises.pop(key, None) for key in list(self._raises)]
+    def _take_errors(self) -> list[Event]:
+        taken = [self._pending_errors.pop(key, None) for key in list(self._pending_errors)]
         return [event for event in taken if event is not None]
 
     def _critical(self, event: Event) -> bool:
@@ -301,7 +303,7 @@ class Session:
     # the monitor's thread
 
     def _take(self) -> Sample:
-        self._here.monitor, _thread.session, own_thread.mine = True, self, True
+        self._here.monitor, _thread.session, thread_flags.started_by_memguard = True, self, True
         if not getattr(self._here, "relaxed", False):
             self._here.relaxed = self.guard.host.simulated or contexts.relax()
         sample = self.guard.sample()
@@ -318,14 +320,14 @@ class Session:
         elif action.kind == "warn":
             _log.warning("%s", event.text)
         elif action.kind == "trim":
-            self._due.append(event)
+            self._pending_trims.append(event)
         elif action.kind == "raise":
-            self._raises[event.uuid, event.framework] = event
+            self._pending_errors[event.uuid, event.framework] = event
         elif action.kind == "callback":
             self._call(event)
 
     def _record(self, sample: Sample, events: list[Event]) -> None:
-        writer, moved = self._writer, self.guard.moved()
+        writer, moved = self._writer, self.guard.take_events()
         if writer is not None:
             writer.sample(sample)
             self._write_refusals()
@@ -335,16 +337,16 @@ class Session:
             self._call(event)
         for extension in self.extensions:
             extension.tick(sample)
-        if watches and sample.devices:  # without devices: a reading that failed
+        if sample_callbacks and sample.devices:  # without devices: a reading that failed
             from memguard._runtime.callbacks import give
 
-            give(watches, sample, lambda: self.active)
+            give(sample_callbacks, sample, lambda: self.active)
 
     # any thread
 
     def wake(self) -> None:
         """Make the next checkpoint call `Extension.checkpoint`."""
-        self._due.append(None)
+        self._pending_trims.append(None)
 
     def announce(self, event: Event) -> None:
         """Write an extension's or retry's event to the timeline and pass it to the callbacks."""
@@ -357,7 +359,7 @@ class Session:
         self._call(event)
 
     def _call(self, event: Event) -> None:
-        for watch in list(callbacks):
+        for watch in list(event_callbacks):
             try:
                 watch.callback(event)
             except (Exception, SystemExit) as error:  # logged once; the callback stays registered

@@ -23,23 +23,23 @@ from memguard.errors import NotActive
 if TYPE_CHECKING:
     from memguard._guard.figures import Reclaimable
 
-ASKED = "MEMGUARD_CHILDREN"
+CHILDREN = "MEMGUARD_CHILDREN"
 """The environment variable that makes the script's `init` apply its budget in workers too."""
 DISABLE, SIMULATE = "MEMGUARD_DISABLE", "MEMGUARD_SIMULATE"
 WHY = Advice(
     "no budget is active in this process: it is a worker, and memguard.init does nothing while multiprocessing "
     "imports the script again in it",
     "put this call under `if __name__ == '__main__':`; for a budget in the worker, call memguard.init in the "
-    f"function that it runs, or set {ASKED}=1 and start workers with spawn: then the script's own applies in each",
+    f"function that it runs, or set {CHILDREN}=1 and start workers with spawn: then the script's own applies in each",
 )
-SERVED = Advice(
+FROM_FORK_SERVER = Advice(
     "no budget is active in this process: it is a worker of multiprocessing's fork server, which imported the "
-    f"script once for all of them, so that {ASKED}=1 does not reach them",
+    f"script once for all of them, so that {CHILDREN}=1 does not reach them",
     "call memguard.init in the function that the worker runs, or start workers with spawn",
 )
 # multiprocessing (also used by torch and joblib), its copy that pickles with dill, and Celery's copy.
 _POOLS = ("multiprocessing.process", "multiprocess.process", "billiard.process")
-_ANSWERED = {"active", "frameworks", "notes", "permanent", "start", "stop", "forked"}
+_WITHOUT_BUDGET = {"active", "frameworks", "notes", "permanent", "start", "stop", "forked"}
 
 
 def reimporting(modules: Mapping[str, object]) -> bool:
@@ -62,7 +62,7 @@ def from_fork_server(modules: Mapping[str, object], command: Sequence[str]) -> b
 
 def wanted(reimporting: bool, environ: Mapping[str, str]) -> bool:
     """Whether `init` should apply its budget: always, except in a worker without MEMGUARD_CHILDREN."""
-    return not reimporting or environ.get(ASKED, "") not in ("", "0")
+    return not reimporting or environ.get(CHILDREN, "") not in ("", "0")
 
 
 def disabled(environ: Mapping[str, str]) -> bool:
@@ -105,7 +105,7 @@ class PassiveGuard(_Inactive):
         self.notes, self.permanent = [], []
 
     def __getattribute__(self, name: str) -> Any:
-        if name.startswith("_") or name in _ANSWERED:
+        if name.startswith("_") or name in _WITHOUT_BUDGET:
             return super().__getattribute__(name)
         raise NotActive(WHY)
 
@@ -158,7 +158,7 @@ class IdleGuard(_Inactive):
     def last_sample(self) -> Sample | None:
         return None
 
-    def part(self, uuid: str) -> NoReturn:
+    def device_plan(self, uuid: str) -> NoReturn:
         self._refuse()
 
     @property
@@ -174,7 +174,7 @@ class IdleGuard(_Inactive):
     def rebalance(self, sample: Sample) -> Sample:
         return sample
 
-    def moved(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
         return []
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:

@@ -140,7 +140,7 @@ def event_line(event: Event) -> bytes:
 
 
 def oom_line(time: float, report: Mapping[str, Any], most: int) -> bytes:
-    """A line of at most `most` bytes. The largest entries are left out first, and listed in `cut`."""
+    """A line of at most `most` bytes. The largest entries are omitted first, and listed in `cut`."""
     record = plain(report)
     cut: list[str] = []
     while len(line := _line({"t": _time(time), "oom": record})) > most and record.keys() - {"cut"}:
@@ -165,7 +165,7 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
         used, free, overhead, process, unaccounted, limit = figures
         known = device.used is None or used is not None  # NVML reports no used memory of a GPU with unified memory
         if not known or free is None or overhead is None or not is_whole(device.total):
-            continue  # an invalid reading is left out
+            continue  # omit an invalid reading
         try:
             at = columns.devices.index(device.uuid)
         except ValueError:

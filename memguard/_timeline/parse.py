@@ -55,7 +55,7 @@ class Parser:
         record = self.object(raw)
         if "memguard_trace" in record:
             what = "the first line is not the header of a timeline: this is a trace"
-            self.fail(what, f"memguard simulate BUDGET {self.name}")
+            self.fail(what, f"memguard replay -c BUDGET {self.name}")
         if "memguard_timeline" not in record:
             self.fail("the first line is not the header of a timeline", _NO_TIMELINE)
         if (version := record["memguard_timeline"]) != VERSION or type(version) is not int:

@@ -53,7 +53,7 @@ class Timeline:
     def __init__(self, parts: list[_Part], notes: list[str], earlier: tuple[str, ...] = ()) -> None:
         self._parts, self._notes = parts, notes
         self.earlier = earlier
-        """Files of the same name that are left out because an earlier run wrote them."""
+        """Files of the same name that are omitted because an earlier run wrote them."""
         self.header = parts[-1].header
         self.dropped = Dropped()
         for part in parts:
@@ -120,22 +120,22 @@ class Timeline:
         """The reports of out-of-memory errors alone."""
         return (record for record in self._read(b',"oom":') if isinstance(record, Oom))
 
-    def _read(self, only: bytes, told: Records | None = None) -> Iterator[Record]:
-        """All records, or only those whose line has `only` right after its time. Updates the progress in `told`."""
+    def _read(self, only: bytes, progress: Records | None = None) -> Iterator[Record]:
+        """All records, or only those whose line has `only` right after its time. Updates `progress`."""
         for part in self._parts:
             file = self._open(part)
             if file is None:
                 self._note(f"{part.path} was removed while the timeline was read: its writer keeps the size bounded")
                 continue
             with file:
-                yield from self._lines(part.path, file, only, told)
+                yield from self._lines(part.path, file, only, progress)
 
-    def _lines(self, path: str, file: BinaryIO, only: bytes, told: Records | None) -> Iterator[Record]:
+    def _lines(self, path: str, file: BinaryIO, only: bytes, progress: Records | None) -> Iterator[Record]:
         parser = Parser(path)
         parser.header(file.readline(MAX_LINE + 1))
         while raw := file.readline(MAX_LINE + 1):
-            if told is not None:
-                told.done += len(raw)
+            if progress is not None:
+                progress.done += len(raw)
             if not raw.endswith(b"\n") and len(raw) <= MAX_LINE:
                 self._note(_CUT.format(path))
             elif only and only not in raw[:40]:

@@ -1,4 +1,4 @@
-"""The requests refused while a timeline was recorded, each once, with its need. Pure.
+"""Collect the requests refused while a timeline was recorded, each once, with its need. Pure.
 
 The unmet need of a request is the framework's unreclaimable memory at the refusal plus the requested bytes, whether or
 not the program caught the error. Events of older versions lack the figures of the refusal: the last sample's replace
@@ -16,10 +16,10 @@ from datetime import datetime
 from operator import attrgetter
 from typing import Any
 
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DeviceSample, Event, FrameworkSample, Plan, Sample
 from memguard._base.units import GRANULE, is_whole
 from memguard._budget import FRAMEWORKS
+from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 from memguard._timeline.format import Oom
 
 _MOMENT, _REPORT = 0.01, 1.0
@@ -40,7 +40,7 @@ class Refusal:
     """
 
     time: float
-    asked: int | None
+    asked: int | None  # the name is part of `--json`
     held: int | None
     cap: int | None
     times: int
@@ -125,13 +125,13 @@ def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Repor
         at = bisect_left(events, report.event, key=attrgetter("time"))
         return at if at < len(events) and events[at].time == report.event and left[at] else None
     when, by = (report.refusal.time, _REPORT) if report.moment is None else (report.moment, _MOMENT)
-    asked, counted = report.refusal.asked, not report.refusal.times
+    requested, counted = report.refusal.asked, not report.refusal.times
     first = bisect_left(events, when - by, key=attrgetter("time"))
     for at in range(first, len(events)):
         event = events[at]
         if event.time > when + by and not (at == first and event.times > 1 and counted):
             return None
-        if left[at] and (asked is None or event.asked is None or asked == event.asked):
+        if left[at] and (requested is None or event.asked is None or requested == event.asked):
             return at
     return None
 
@@ -145,8 +145,8 @@ def _merged(event: Refusal, report: Reported) -> Refusal:
     another = report.event is not None and event.times > 1
     if (another or not report.exact) and event.need > best.need:
         best = event
-    asked = event.asked if best.asked is None else best.asked
-    return replace(best, time=event.time, asked=asked, times=event.times)
+    requested = event.asked if best.asked is None else best.asked
+    return replace(best, time=event.time, asked=requested, times=event.times)
 
 
 class RefusalCollector:
@@ -190,8 +190,8 @@ class RefusalCollector:
             held = then
         free = free if event.free is None else event.free
         times = times_of(event.times)
-        asked = event.bytes if is_whole(event.bytes) else None
-        self._add(key, self._refusal(key, event.time, asked, held, cap, free, times))
+        requested = event.bytes if is_whole(event.bytes) else None
+        self._add(key, self._refusal(key, event.time, requested, held, cap, free, times))
 
     def oom(self, record: Oom) -> None:
         """Add an out-of-memory report."""
@@ -206,8 +206,8 @@ class RefusalCollector:
                 self.elsewhere[name] = self.elsewhere.get(name, 0) + 1
             return
         moment = moment_of(report)
-        asked = _whole(moment.get("requested"))
-        asked = _whole(report.get("requested")) if asked is None else asked
+        requested = _whole(moment.get("requested"))
+        requested = _whole(report.get("requested")) if requested is None else requested
         held, cap, free = self._before(key)
         # Figures of the refusal take precedence over the last sample's.
         of_then = _whole(moment.get("cap")), _whole(moment.get("free"))
@@ -215,17 +215,24 @@ class RefusalCollector:
         pool, in_use, reclaimable = (_whole(moment.get(name)) for name in ("held", "in_use", "reclaimable"))
         then = self._pinned_of(key, pool, in_use, reclaimable, cap)
         held = held if then is None else then
-        refusal = self._refusal(key, record.time, asked, held, cap, free, 0 if is_counted(report) else 1)
+        refusal = self._refusal(key, record.time, requested, held, cap, free, 0 if is_counted(report) else 1)
         self._add(key, reported(report, refusal, then is not None))
 
     def _refusal(
-        self, key: Key, time: float, asked: int | None, held: int | None, cap: int | None, free: int | None, times: int
+        self,
+        key: Key,
+        time: float,
+        requested: int | None,
+        held: int | None,
+        cap: int | None,
+        free: int | None,
+        times: int,
     ) -> Refusal:
-        need = (held or 0) + (asked or 0)
+        need = (held or 0) + (requested or 0)
         if key[0] in self._pooled:
             cap = None  # the joint cap refused it: the sum of all frameworks in the pool
-        full = cap is not None and asked is not None and need <= cap and free is not None and free < asked
-        return Refusal(time, asked, held, cap, times, full)
+        full = cap is not None and requested is not None and need <= cap and free is not None and free < requested
+        return Refusal(time, requested, held, cap, times, full)
 
     def _add(self, key: Key, one: Refusal | Reported) -> None:
         refused, reported = self._refused.setdefault(key, []), self._reported.setdefault(key, [])

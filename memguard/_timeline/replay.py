@@ -21,10 +21,10 @@ from datetime import UTC, datetime
 from fractions import Fraction
 from typing import Any
 
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, DeviceSample, Event, FrameworkSample, Plan, Sample
 from memguard._base.units import GRANULE, MIB, format_size, round_up
 from memguard._budget import FRAMEWORKS
+from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 from memguard._ledger.types import EXCHANGE
 from memguard._timeline import Oom
 from memguard._timeline.format import PEAK
@@ -442,9 +442,9 @@ class _Run:
             each = ", ".join(f"{name} {count:,}" for name, count in counts.items() if count)
             who = f" ({each})" if self.ooms > 1 and each else ""
             yield f"memory was refused {times} during the recording{who}: the peaks do not include what was refused"
-        asked = {row.framework for row in rows if row.requests}
+        requesters = {row.framework for row in rows if row.requests}
         for name in dict.fromkeys(row.framework for row in rows if row.peak_held or row.peak_in_use):
-            if name in SPECS and SPECS[name].refuses_silently and name not in asked:
+            if name in SPECS and SPECS[name].refuses_silently and name not in requesters:
                 yield f"{name} tells nobody what it refused: if the program caught the error, it is not counted"
         cells = [(name, cell) for gpu in self.gpus.values() for name, cell in gpu.cells.items()]
         for name in dict.fromkeys(name for name, cell in cells if cell.silent):

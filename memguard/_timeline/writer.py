@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from memguard._base.locks import Rank, Turn, awaiting
+from memguard._base.locks import LockedRunner, LockOrder, awaiting
 from memguard._base.types import Event, Plan, Sample
 from memguard._base.units import KIB, MIB, format_size
 from memguard._timeline import files
@@ -25,24 +25,24 @@ LIMIT = 64 * MIB
 MIN_LIMIT = 512 * KIB
 _PARTS = 32
 """A file is full at 1/32 of the limit. One part is kept for the thinned records, one as room to thin in."""
-_PATIENCE = 2.0
+_LOCK_TIMEOUT = 2.0
 """Seconds that a thread waits for another thread's write: a disk that hangs must not hang the user's program."""
-_LEAVING = 5.0
+_CLOSING_TIMEOUT = 5.0
 """Seconds that a new timeline waits for a write of another thread to the file of a closed one."""
 _RETRY = 5.0
 """Seconds between attempts while the disk is full or the folder is gone."""
 
 
 _ONE_SAMPLE, _ONE_EVENT = Dropped(samples=1), Dropped(events=1)
-_leaving: dict[int, Writer] = {}
+_closing_writers: dict[int, Writer] = {}
 """This process's writers that were closed during a write, and whose file is not closed yet."""
 
 
 class _Part:
-    """A full file. `mine` is False if an earlier run wrote it."""
+    """A full file. `own` is False if an earlier run wrote it."""
 
-    def __init__(self, number: int, path: str, size: int, mine: bool = True) -> None:
-        self.number, self.path, self.size, self.mine = number, path, size, mine
+    def __init__(self, number: int, path: str, size: int, own: bool = True) -> None:
+        self.number, self.path, self.size, self.own = number, path, size, own
 
 
 class Writer:
@@ -69,10 +69,10 @@ class Writer:
     ) -> None:
         self._pid = os.getpid()
         self.path = files.expand(path, self._pid, rank)
-        self._say, self._clock, self._turn = say, clock, Turn(rank=Rank.TIMELINE)
-        self._waiting: deque[Callable[[], object]] = deque()  # records that arrived during another write
+        self._say, self._clock, self._locked = say, clock, LockedRunner(order=LockOrder.TIMELINE)
+        self._pending: deque[Callable[[], object]] = deque()  # records that arrived during another write
         self._begun = False
-        self._over = False  # closed; the lock's holder closes the file if `close` cannot
+        self._closing = False  # closed; the lock's holder closes the file if `close` cannot
         self._writing = 0  # the thread that held the lock last
         self._limit, self._most = limit_bytes, limit_bytes // _PARTS
         self._columns, self._dirty = records.columns_of(plan), False
@@ -96,7 +96,7 @@ class Writer:
         self._every: float | None = None
         self._number = 1
         self._failure: str | None = None
-        self._news: str | None = None
+        self._pending_message: str | None = None
         self._retry = 0.0
         if begin:
             self.begin()
@@ -105,14 +105,14 @@ class Writer:
         """Create the file, and write earlier records. Call it once."""
         with self._or_refused():
             try:
-                self._turn.take(self._begin_first, _PATIENCE)
+                self._locked.run(self._begin_first, _LOCK_TIMEOUT)
             finally:
-                if self._waiting or self._over:  # by a signal handler or finalizer within it
-                    self._settle(_PATIENCE)
+                if self._pending or self._closing:  # a signal handler or finalizer called a method during it
+                    self._finish_pending(_LOCK_TIMEOUT)
 
     def _begin_first(self) -> None:
         if os.getpid() == self._pid:
-            self._look()
+            self._adopt_existing()
             self._begun = True
             self._begin()
 
@@ -126,7 +126,7 @@ class Writer:
                 self._refuse_others(held)
             trial = files.rotated(self.path, "check")
             opened: list[int] = []
-            files.remove(trial)  # left by a process that was killed in this function
+            files.remove(trial)  # a process killed in this function left it behind
             try:
                 try:
                     _write(files.create(trial, opened), self._header(1), 0)
@@ -158,25 +158,25 @@ class Writer:
     def close(self) -> None:
         """Stop writing. The files stay.
 
-        During a write on this thread, or one of more than `_PATIENCE` seconds on another, the file stays open: the
+        During a write on this thread, or one of more than `_LOCK_TIMEOUT` seconds on another, the file stays open: the
         writing thread then closes it.
         """
         if os.getpid() != self._pid:
             return
-        self._over = True
-        _leaving[id(self)] = self
-        if not self._turn.mine:
-            self._settle(_PATIENCE)
+        self._closing = True
+        _closing_writers[id(self)] = self
+        if not self._locked.held_here:
+            self._finish_pending(_LOCK_TIMEOUT)
         if self._pid < 0:  # already closed, perhaps by a finalizer before the append
-            _leaving.pop(id(self), None)
+            _closing_writers.pop(id(self), None)
 
     def _close(self) -> None:
         self._shut()
         self._pid = -1  # no process has this PID, so every later call does nothing, as in a child
-        _leaving.pop(id(self), None)
+        _closing_writers.pop(id(self), None)
 
     def forked(self) -> None:
-        """In a forked child, close the parent's file, without the lock, which a thread of the parent may have held."""
+        """Close the parent's file in a forked child. Takes no lock: a thread of the parent may have held it."""
         if os.getpid() != self._pid:
             self._shut()
 
@@ -192,45 +192,45 @@ class Writer:
         return min(MAX_LINE, self._most // 2)
 
     def _put(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> None:
-        if self._over or os.getpid() != self._pid:  # a forked child shares the file with its parent: it must not write
+        if self._closing or os.getpid() != self._pid:  # a forked child must not write to its parent's file
             return
         # A signal handler or finalizer interrupted another write, which ends first. So does `begin`.
-        if self._turn.mine or not self._begun:
-            self._waiting.append(lambda: self._put_now(one, when, write, *given))
+        if self._locked.held_here or not self._begun:
+            self._pending.append(lambda: self._put_now(one, when, write, *given))
             return
 
         try:
             try:
-                put = self._turn.take(self._put_now, _PATIENCE, one, when, write, *given)
+                put = self._locked.run(self._put_now, _LOCK_TIMEOUT, one, when, write, *given)
                 if put is None:
                     self._unreported += one
                     return
             finally:
-                if self._waiting or self._over:
-                    self._settle(_PATIENCE)
+                if self._pending or self._closing:
+                    self._finish_pending(_LOCK_TIMEOUT)
         finally:
-            if self._waiting or self._over:  # again: a Ctrl-C may have interrupted the call above
-                self._settle(_PATIENCE)
+            if self._pending or self._closing:  # again: a Ctrl-C may have interrupted the call above
+                self._finish_pending(_LOCK_TIMEOUT)
         (message,) = put
         if message is not None and self._say is not None:
             with contextlib.suppress(Exception):
                 self._say(message)
 
-    def _settle(self, patience: float) -> None:
+    def _finish_pending(self, patience: float) -> None:
         """Do the work that arrived during another write: write the waiting records, and close.
 
         Every holder of the lock calls this after its release. So if another thread holds the lock for more than
         `patience` seconds, that thread does the work.
         """
-        while self._waiting or (self._over and self._pid == os.getpid()):
-            if awaiting(self._writing, self._turn.take, self._catch_up, patience) is None:
+        while self._pending or (self._closing and self._pid == os.getpid()):
+            if awaiting(self._writing, self._locked.run, self._do_pending, patience) is None:
                 return
 
-    def _catch_up(self) -> None:
+    def _do_pending(self) -> None:
         self._writing = threading.get_ident()
-        while self._waiting:
-            self._waiting.popleft()()
-        if self._over:
+        while self._pending:
+            self._pending.popleft()()
+        if self._closing:
             self._close()
 
     def _put_now(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> str | None:
@@ -243,9 +243,9 @@ class Writer:
                 self._unreported += one
                 return None
             write(*given)
-            if self._failure is None and self._news is None:  # the common case
+            if self._failure is None and self._pending_message is None:  # the common case
                 return None
-            message, self._news = self._works_again(when) or self._news, None
+            message, self._pending_message = self._recover(when) or self._pending_message, None
             return message
         except _TooLong:
             self._unreported += one
@@ -261,7 +261,7 @@ class Writer:
             return None
         return f"the timeline {self.path} cannot be written: {self._failure}; records are dropped until it can be"
 
-    def _works_again(self, when: float) -> str | None:
+    def _recover(self, when: float) -> str | None:
         if self._failure is None:
             return None
         failure, lost = self._failure, self._unreported
@@ -279,7 +279,7 @@ class Writer:
         self._append(line)
 
     def _append(self, line: bytes) -> None:
-        """Append the line with one write: if the process is killed meanwhile, only this line is lost."""
+        """Append the line with one write: if the process is killed during it, only this line is lost."""
         if len(line) > MAX_LINE or 2 * len(line) > self._most:
             raise _TooLong
         size = 0
@@ -290,23 +290,23 @@ class Writer:
             room = size == self._size and size + len(line) <= self._most
             if about.st_nlink == 0:  # the file was removed, so written records would be lost
                 self._shut()
-                self._news = f"the timeline {self.path} was removed: it is begun anew"
+                self._pending_message = f"the timeline {self.path} was removed: it is begun anew"
             elif not self._in_place(about) and not self._follow(about):
                 self._replace_moved(room)
             elif not room:
-                self._rename(size, mine=True)  # before the close: if it fails, a closed file would block the path
+                self._rename(size, own=True)  # before the close: if it fails, a closed file would block the path
                 self._shut()
         if not self._opened:
             self._begin()
         _write(self._opened[-1], line, self._size)
         self._size += len(line)
 
-    def _look(self) -> None:
-        """Adopt existing files with this name or its parts' names as an earlier run's, or refuse."""
+    def _adopt_existing(self) -> None:
+        """Treat existing files with this name or a part's name as an earlier run's. Raises if one must not change."""
         for number, path in files.numbered(self.path):
             self._number = max(self._number, number + 1)
             if files.is_ours(path):
-                self._parts.append(_Part(number, path, os.lstat(path).st_size, mine=False))
+                self._parts.append(_Part(number, path, os.lstat(path).st_size, own=False))
         if not os.path.lexists(self.path):
             return
         self._refuse_others(None)
@@ -315,7 +315,7 @@ class Writer:
     def _keep_earlier(self) -> None:
         """Make the existing file a part of an earlier run, or remove it if it is empty."""
         if size := os.lstat(self.path).st_size:
-            self._rename(size, mine=False)
+            self._rename(size, own=False)
         else:
             files.remove(self.path)
 
@@ -326,11 +326,12 @@ class Writer:
                 f"{self.path}: {why}", fix="name another file; memguard overwrites only its own timelines"
             )
         if held is not None and held._writes(self.path):
-            if not held._turn.mine:
+            if not held._locked.held_here:
                 return
-        elif not files.in_use(self.path) or self._left_by_now():
+        elif not files.in_use(self.path) or self._wait_for_closing_writer():
             return
-        if any(one._turn.mine and one._writes(self.path) for one in [held, *_leaving.values()] if one is not None):
+        writers = [one for one in (held, *_closing_writers.values()) if one is not None]
+        if any(one._locked.held_here and one._writes(self.path) for one in writers):
             raise TimelineError(
                 f"{self.path}: this thread is just writing it, and memguard was called within that, by a signal "
                 "handler or a finalizer",
@@ -341,11 +342,11 @@ class Writer:
             fix="put {pid} and {rank} into its name, and give each container a folder of its own",
         )
 
-    def _left_by_now(self) -> bool:
+    def _wait_for_closing_writer(self) -> bool:
         """Wait for another thread's write through a closed writer of this file. Whether the file is free then."""
-        for one in list(_leaving.values()):
-            if one._pid == os.getpid() and not one._turn.mine and one._writes(self.path):
-                one._settle(_LEAVING)
+        for one in list(_closing_writers.values()):
+            if one._pid == os.getpid() and not one._locked.held_here and one._writes(self.path):
+                one._finish_pending(_CLOSING_TIMEOUT)
         return not os.path.lexists(self.path) or not files.in_use(self.path)
 
     def _writes(self, path: str) -> bool:
@@ -357,7 +358,8 @@ class Writer:
     def _begin(self) -> None:
         self._make_room()
         if files.is_ours(self.path) and not files.in_use(self.path):
-            self._keep_earlier()  # left by an attempt that could not write its header; or an earlier file was restored
+            # The file of an attempt that could not write its header, or an earlier file that was restored.
+            self._keep_earlier()
         handle = files.create(self.path, self._opened)
         self._head = self._head._replace(part=self._number)
         line, self._size = self._header(self._number), 0
@@ -394,7 +396,7 @@ class Writer:
                 return False
         except OSError:
             return False
-        self._news = f"the folder of the timeline {self.path} was moved: it is now written to {where}"
+        self._pending_message = f"the folder of the timeline {self.path} was moved: it is now written to {where}"
         self.path = where
         for part in (*self._parts, *([self._kept] if self._kept is not None else [])):
             part.path = os.path.join(os.path.dirname(where), os.path.basename(part.path))
@@ -415,21 +417,21 @@ class Writer:
             self._number -= 1
             return
         files.close(self._moved)
-        self._news = f"the timeline {self.path} was moved: it is begun anew"
+        self._pending_message = f"the timeline {self.path} was moved: it is begun anew"
 
-    def _rename(self, size: int, mine: bool) -> None:
+    def _rename(self, size: int, own: bool) -> None:
         while os.path.lexists(target := files.rotated(self.path, self._number)):
             self._number += 1
         os.rename(self.path, target)
-        self._parts.append(_Part(self._number, target, size, mine))
+        self._parts.append(_Part(self._number, target, size, own))
         self._number += 1
 
     def _make_room(self) -> None:
         """Free space for a new file and for the next thinning."""
-        os.stat(os.path.dirname(self.path))  # raises if the folder is missing: it may return, so its parts are kept
+        os.stat(os.path.dirname(self.path))  # raises if the folder is missing: it may be restored, so keep its parts
         while self._parts and self._held() > self._limit - 2 * self._most:
-            oldest = next((part for part in self._parts if not part.mine), self._parts[0])
-            if oldest.mine:
+            oldest = next((part for part in self._parts if not part.own), self._parts[0])
+            if oldest.own:
                 self._thin(oldest)
             else:
                 files.remove(oldest.path)

@@ -1,8 +1,13 @@
-"""The command line: one file per command, imported when the command is used."""
+"""The command line: one file per command, found by discovery and imported when the command is used.
+
+The module `memguard/cli/NAME.py` defines the command `NAME`. `support/options.py` has the options that several commands
+share, `support/exit_codes.py` the exit codes of all.
+"""
 
 from __future__ import annotations
 
 import importlib
+import pkgutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,39 +20,28 @@ try:
 except ImportError as error:
     from memguard.cli.support import damaged
 
-    raise SystemExit(damaged.text(error)) from None
+    print(damaged.text(error), file=sys.stderr)
+    raise SystemExit(4) from None
 
-_COMMANDS = (
-    "check",
-    "doctor",
-    "leases",
-    "plan",
-    "ps",
-    "reclaim",
-    "replay",
-    "report",
-    "resume",
-    "run",
-    "schema",
-    "simulate",
-    "suggest",
-    "suspend",
-    "top",
-)
-_ANSWERS = ("doctor", "reclaim", "replay", "resume", "simulate", "suggest", "suspend")
-"""Those whose exit code 1 is an answer: what keeps them from answering is 2."""
+from memguard.cli.support import exit_codes
+
+_MOVED = {"simulate": "memguard replay", "schema": "memguard check --schema", "reclaim": "memguard top --once"}
+"""Commands of 0.1, and what replaces them."""
 
 
 class _Group(click.Group):
     """Finds the commands by file name, and turns memguard's errors into text and an exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in self.list_commands(ctx):
             return None
         command: click.Command = getattr(importlib.import_module(f"memguard.cli.{cmd_name}"), cmd_name)
+        if command.short_help is None:  # the whole sentence: click would cut it at 45 characters
+            first = " ".join((command.help or "").partition("\n\n")[0].split())
+            command.short_help = first.partition(". ")[0].partition(": memguard ")[0].rstrip(".") + "."
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
@@ -55,7 +49,9 @@ class _Group(click.Group):
         if args and args[0][:1].isalnum() and self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
             import difflib
 
-            near = difflib.get_close_matches(args[0].lower(), _COMMANDS, 1)
+            if (instead := _MOVED.get(args[0])) is not None:
+                ctx.fail(f"{args[0]!r} is now `{instead}`")
+            near = difflib.get_close_matches(args[0].lower(), self.list_commands(ctx), 1)
             ctx.fail(f"No such command {args[0]!r}." + (f" Did you mean {near[0]!r}?" if near else ""))
         return super().resolve_command(ctx, args)
 
@@ -75,7 +71,8 @@ class _Group(click.Group):
         except ImportError as error:
             from memguard.cli.support import damaged
 
-            sys.exit(damaged.text(error))
+            print(damaged.text(error), file=sys.stderr)
+            sys.exit(exit_codes.UNKNOWN)
         sys.exit(printing.safely(lambda: self._alone(args, prog_name, **more)))
 
     def _alone(self, args: Sequence[str] | None, prog_name: str | None, **more: Any) -> Any:
@@ -85,16 +82,11 @@ class _Group(click.Group):
             error.show(sys.stderr)
             return error.exit_code
         except click.Abort:  # Ctrl-C before there was a command
-            return 130
+            return exit_codes.INTERRUPTED
 
     def invoke(self, ctx: click.Context) -> Any:
-        from memguard.cli.support import printing
-
         try:
             return super().invoke(ctx)
-        except printing.Unwritable as error:
-            error.code = 2 if ctx.invoked_subcommand in _ANSWERS else 1
-            raise
         except MemguardError as error:
             # A budget's problems begin with file:line:column, which editors and terminals turn into links.
             click.echo(f"{error}" if isinstance(error, ProblemsError) else f"memguard: {error}", err=True)
@@ -105,10 +97,10 @@ class _Group(click.Group):
             if not damaged.explains(error):
                 raise
             click.echo(damaged.text(error), err=True)
-            ctx.exit(1)
+            ctx.exit(exit_codes.UNKNOWN)
         except KeyboardInterrupt:
             click.echo(err=True)  # the terminal shows ^C on a line of its own
-            ctx.exit(130)
+            ctx.exit(exit_codes.INTERRUPTED)
 
 
 @click.command("memguard", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -116,6 +108,7 @@ class _Group(click.Group):
 def main() -> None:
     """GPU memory budgets for Python processes that mix TensorFlow, PyTorch, JAX, CuPy, PyCUDA and Numba.
 
-    Exit codes: 2 an invalid budget, trace, timeline or command line; 3 no GPU to budget; 141 the reader of the output
-    left; 1 anything else.
+    Exit codes, the same in every command: 0 yes, or done; 1 no; 2 the command line or a file is invalid, or the output
+    cannot be written; 3 no NVIDIA driver or GPU; 4 the answer could not be found out; 130 Ctrl-C; 141 the reader of the
+    output left. `memguard run` ends with its command's own.
     """

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memguard.cli.support import budget_file, complete
+from memguard.cli.support import budget_file, complete, options
 
 if TYPE_CHECKING:
     from fractions import Fraction
@@ -29,20 +29,31 @@ _WARNING = "warning"
 
 
 @click.command("check")
-@click.argument(
-    "budgets", metavar="BUDGET...", nargs=-1, required=True, type=click.Path(), shell_complete=complete.budgets
-)
+@click.argument("budgets", metavar="[BUDGET]...", nargs=-1, type=click.Path(), shell_complete=complete.budgets)
+@options.budget("The budget file, as the argument BUDGET.")
+@click.option("--schema", is_flag=True, help="Print the JSON Schema (2020-12) of budget files instead, for editors.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: for each file its problems and warnings.")
 @click.pass_context
-def check(context: click.Context, budgets: tuple[str, ...], as_json: bool) -> None:
+def check(context: click.Context, budgets: tuple[str, ...], budget: str | None, schema: bool, as_json: bool) -> None:
     """Validate budget files. Errors name the line and the fix. Needs no GPU.
 
-    BUDGET is a file, or - for standard input. All files are checked, and every problem of each is told.
+    BUDGET is a file, or - for standard input; by default budget.yaml in this folder or one above. Every problem of
+    every file is printed.
 
     Exit code 0: all are right; 2: at least one is wrong.
     """
     from memguard.errors import ConfigError
 
+    if schema:
+        if budgets or budget is not None or as_json:
+            raise click.UsageError("--schema prints the schema and checks no file: leave the rest out")
+        from memguard._budget import json_schema
+
+        click.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+        return
+    if budget is not None or not budgets:
+        named = budget_file.one(budgets[0] if budgets else None, budget)
+        budgets = (named or str(budget_file.nearest("memguard check FILE")),)
     if budgets.count(budget_file.STDIN) > 1:
         raise click.UsageError("standard input can be read only once: give - once")
     found, wrong = [], False
@@ -189,8 +200,8 @@ def _device(device: DeviceBudget | DeviceOverride) -> str:
 
 
 def _framework(name: str, framework: FrameworkBudget) -> str:
-    from memguard._base.specs import SPECS
     from memguard._budget.values import text
+    from memguard._frameworks.specs import SPECS
 
     options = {option.name: getattr(framework, option.name) for option in SPECS[name].options}
     unsaid = "1 where each rank has a GPU of its own"  # a count that a budget for ranks leaves to them
@@ -233,6 +244,6 @@ def _known(budget: Budget) -> bool:
 
 
 def _elastic(budget: Budget) -> bool:
-    from memguard._base.specs import NEVER_GIVE_BACK
+    from memguard._frameworks.specs import NEVER_GIVE_BACK
 
     return any(part.min is not None and name not in NEVER_GIVE_BACK for name, part in budget.frameworks.items())

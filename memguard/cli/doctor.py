@@ -3,48 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import stat
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from memguard.cli.support import complete
+from memguard.cli.support import complete, exit_codes, options
 
 if TYPE_CHECKING:
     from memguard._budget import Budget
     from memguard._tools.doctor import DoctorReport
     from memguard._tools.doctor.facts import Facts
 
-_FINDINGS = 1
-_NOT_RUN = 2
-
-
-class _Seconds(click.FloatRange):
-    """A FloatRange that refuses nan, which click accepts as it is neither below nor above a bound."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        seconds = float(super().convert(value, param, ctx))
-        if math.isnan(seconds):
-            self.fail("nan is not a number of seconds", param, ctx)
-        return seconds
-
 
 @click.command("doctor", short_help="Find out why a framework does not work here.")
-@click.argument("budget", required=False, type=click.Path(), shell_complete=complete.budgets)
-@click.option(
-    "-c",
-    "--config",
-    "config_file",
-    type=click.Path(),
-    shell_complete=complete.budgets,
-    help="The budget file, as the argument BUDGET.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.argument("words", metavar="", nargs=-1, type=click.Path())
+@options.budget("Examine only the frameworks that this budget names, and whether it fits this machine.")
+@options.as_json
 @click.option("--dump-facts", is_flag=True, help="Print what was read, as JSON, for --facts or a bug report.")
 @click.option(
     "--facts",
@@ -76,14 +55,7 @@ class _Seconds(click.FloatRange):
     shell_complete=complete.findings,
     help="A finding to leave out; repeat for several.",
 )
-@click.option(
-    "--timeout",
-    type=_Seconds(1, 86400),
-    default=60.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="Stop a framework's process after this time.",
-)
+@options.duration("--timeout", "Stop a framework's process after this time.", least="1s", most="24h", default="60s")
 @click.option(
     "--explain",
     "explained",
@@ -95,8 +67,8 @@ class _Seconds(click.FloatRange):
 @click.pass_context
 def doctor(
     context: click.Context,
+    words: tuple[str, ...],
     budget: str | None,
-    config_file: str | None,
     as_json: bool,
     dump_facts: bool,
     facts_file: str | None,
@@ -109,51 +81,48 @@ def doctor(
 ) -> None:
     """Import and use each framework in a process of its own, and say what is wrong and what to do.
 
-    With BUDGET, examine only the frameworks that it names, and whether it fits this machine. Takes a few seconds, and
-    up to 1.5 GiB of the GPU for each process.
+    Takes a few seconds, and up to 1.5 GiB of the GPU for each process.
 
     Exit code 0: healthy, no errors or warnings; 1: errors or warnings, or a framework that was asked for is not
-    installed; 2: it could not run, or it found nothing wrong and no framework. With --dump-facts, 0 if facts were
-    written.
+    installed; 2: the command line or a file is invalid; 4: it could not run, or it found nothing wrong and no
+    framework. With --dump-facts, 0 if facts were written.
     """
     import json
 
     from memguard import _budget
     from memguard._base import findings
-    from memguard._tools.doctor import explain, report_on
+    from memguard._tools.doctor import report_on
     from memguard._tools.doctor.facts import Facts
 
     if list_names or explained is not None:
-        with _not_run(context):
+        with _not_run(context, exit_codes.INPUT):
             if explained is not None:
-                text = explain.page(explained).rstrip()
+                text = findings.page(explained).text.rstrip()
                 plain = {"memguard_finding": 1, **_named(explained), "text": text}
             else:
-                text = "\n".join(findings.NAMES)
-                plain = {"memguard_findings": 1, "findings": [_named(name) for name in findings.NAMES]}
+                text = "\n".join(findings.names())
+                plain = {"memguard_findings": 1, "findings": [_named(name) for name in findings.names()]}
         click.echo(json.dumps(plain, indent=2) if as_json else text)
         return
-    if budget is not None and config_file is not None:
-        context.fail("the budget is given twice: as BUDGET and with --config")
+    if words:
+        wrote = words[0].endswith(".json") and dump_facts and not os.path.exists(words[0])
+        fix = f"memguard doctor --dump-facts > {words[0]}" if wrote else f"memguard doctor -c {words[0]}"
+        context.fail(f"{'--dump-facts writes to stdout' if wrote else 'the budget is an option'}: {fix}")
     if as_json and dump_facts:
         context.fail("--json prints the findings and --dump-facts the facts: choose one")
-    if dump_facts and budget is not None and budget.endswith(".json") and not os.path.exists(budget):
-        context.fail(f"--dump-facts writes to stdout: memguard doctor --dump-facts > {budget}")
-    given = [
-        context.get_parameter_source(name) for name in ("budget", "config_file", "script", "frameworks", "timeout")
-    ]
+    given = [context.get_parameter_source(name) for name in ("budget", "script", "frameworks", "timeout")]
     if facts_file is not None and click.core.ParameterSource.COMMANDLINE in given:
         context.fail("--facts FILE reads nothing of this machine: it goes with --json, --dump-facts and --ignore only")
     for name in frameworks:
         if name not in _budget.FRAMEWORKS:
             context.fail(f"no framework has the name {name!r}; there are {', '.join(_budget.FRAMEWORKS)}")
-    with _not_run(context):
+    with _not_run(context, exit_codes.INPUT):
         silent = findings.known(ignore)
+    with _not_run(context):
         if facts_file is not None:
             report = report_on(Facts.from_json(_read(facts_file), facts_file), None, silent)
         else:
-            path = budget if budget is not None else config_file
-            loaded = None if path is None else _budget.load(path)
+            loaded = None if budget is None else _budget.load(budget)
             report = report_on(_gather(loaded, frameworks, timeout, script), loaded, silent)
     unread(report.facts)
     if dump_facts:
@@ -172,22 +141,23 @@ def code(report: DoctorReport) -> int:
     if report.healthy:
         return 0
     nothing_tried = not report.facts.frameworks and not report.found
-    return _NOT_RUN if nothing_tried else _FINDINGS
+    return exit_codes.UNKNOWN if nothing_tried else exit_codes.NO
 
 
 @contextlib.contextmanager
-def _not_run(context: click.Context) -> Iterator[None]:
-    """Any error in this block ends with exit code 2: 1 would mean findings."""
+def _not_run(context: click.Context, code: int = exit_codes.UNKNOWN) -> Iterator[None]:
+    """An error in this block ends with its own exit code, or with `code` instead of 1, which would mean findings."""
     from memguard.errors import MemguardError
 
     try:
         yield
     except MemguardError as error:
-        error.exit_code = _NOT_RUN
+        if error.exit_code == exit_codes.NO:
+            error.exit_code = code
         raise
     except Exception:  # a bug, or facts that no machine gave: not a finding
         traceback.print_exc()
-        context.exit(_NOT_RUN)
+        context.exit(exit_codes.UNKNOWN)
 
 
 def unread(facts: Facts) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from memguard.cli.support import exit_codes, options
+
 if TYPE_CHECKING:
     from memguard._node.leases.listing import Gpu, Listing, Row
 
@@ -15,23 +17,29 @@ _HEAD = ("GPU", "PID", "COMMAND", "BUDGET", "LEASE", "USED", "STATE")
 
 
 @click.command("leases")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
-def leases(as_json: bool) -> None:
+@options.as_json
+@click.pass_context
+def leases(context: click.Context, as_json: bool) -> None:
     """List the leases of your processes: what each has claimed of a GPU with `device: {lease: true}`, and who waits.
 
     USED is what NVML says that the process has on the GPU. Below the table stands what is free of leases, and who uses
     more of these GPUs than it has claimed, or uses them without a lease. Leases of simulated GPUs are apart from those
     of real ones. Of a process in another container the PID is "unknown".
 
-    Exit code 0: the list was printed, also without a driver; 1: the leases cannot be read.
+    Exit code 0: the list was printed; 3: it was, but there is no driver or GPU, so that USED is unknown; 4: the
+    leases cannot be read.
     """
     from memguard._node.leases.listing import read
+    from memguard.errors import MemguardError
 
-    found = read()
-    if as_json:
-        click.echo(json.dumps(found.as_dict(), indent=2))
-        return
-    click.echo(table(found, time.time()))
+    try:
+        found = read()
+    except MemguardError as error:
+        error.exit_code = exit_codes.UNKNOWN
+        raise
+    click.echo(json.dumps(found.as_dict(), indent=2) if as_json else table(found, time.time()))
+    simulated = any(gpu.part.simulated for gpu in found.gpus)
+    context.exit(exit_codes.YES if simulated or exit_codes.gpu_here() else exit_codes.NO_GPU)
 
 
 def table(found: Listing, now: float) -> str:

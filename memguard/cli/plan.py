@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memguard.cli.support import complete, gpus
+from memguard.cli.support import complete, options
 
 if TYPE_CHECKING:
     from memguard._base.types import Plan
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 
 @click.command("plan")
-@click.argument("budget", type=click.Path(), required=False, shell_complete=complete.budgets)
-@gpus.option("--device", "devices")
+@click.argument("named", metavar="[BUDGET]", type=click.Path(), required=False, shell_complete=complete.budgets)
+@options.budget("The budget file, as the argument BUDGET.")
+@options.devices
 @click.option("--ranks", type=click.IntRange(1, 1024), help="For so many ranks on this node: which GPU each uses.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
-def plan(budget: str | None, devices: tuple[str, ...], ranks: int | None, as_json: bool) -> None:
+@options.as_json
+def plan(named: str | None, budget: str | None, devices: tuple[str, ...], ranks: int | None, as_json: bool) -> None:
     """Show what each framework would get on this machine's GPUs, or on a named one, and how each cap holds.
 
     BUDGET is by default budget.yaml in this folder or one above.
     """
     import json
 
-    from memguard import _budget
     from memguard._base.text import visible
     from memguard._budget import policy
     from memguard._devices.host import Host
     from memguard.cli.support import budget_file, printing
     from memguard.errors import DeviceError
 
-    loaded = _budget.load(budget if budget is not None else budget_file.nearest("memguard plan FILE"))
+    loaded = budget_file.load(budget_file.one(named, budget) or str(budget_file.nearest("memguard plan FILE")))
     host: Host
     if devices:
         from memguard._devices.simulated import SimulatedHost
@@ -81,9 +81,9 @@ def _tables(resolved: Plan, budget: Budget) -> list[object]:
     from rich import box
     from rich.table import Table
 
-    from memguard._base.specs import SPECS
     from memguard._base.units import GRANULE, format_size
     from memguard._budget import shared_pool
+    from memguard._frameworks.specs import SPECS
 
     tables: list[object] = []
     for part in resolved.devices:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from memguard.cli.support import options
+
 if TYPE_CHECKING:
     from memguard._node.suspend.processes import Listing, Row
 
@@ -15,7 +17,7 @@ _HEAD = ("PID", "USER", "GPU MEMORY", "BUSY", "BUDGET", "STATE", "COMMAND")
 
 
 @click.command("ps")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
+@options.as_json
 def ps(as_json: bool) -> None:
     """List the processes with GPU memory, and those of yours that are suspended, which `nvidia-smi` does not list.
 

@@ -2,70 +2,96 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import click
 
-from memguard.cli.support import complete
+from memguard.cli.support import complete, options
 
 if TYPE_CHECKING:
     from memguard._timeline.reader import Timeline
+    from memguard._tools.report.model import Run
 
 _FILE = click.Path()
+_FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".csv": "csv", ".json": "perfetto"}
+"""The format of a file by its ending."""
 
 
 @click.command("report", short_help="Draw a recorded run, or two, as one HTML file.")
 @click.argument(
     "files", metavar="TIMELINE [OTHER]", nargs=-1, required=True, type=_FILE, shell_complete=complete.timelines
 )
-@click.option("-o", "--output", type=_FILE, metavar="FILE", help="Write HTML that needs no network.")
-@click.option("--md", type=_FILE, metavar="FILE", help="Write Markdown, for a pull request.")
-@click.option("--csv", type=_FILE, metavar="FILE", help="Write each sample, sizes in bytes; unknown is empty.")
-@click.option("--perfetto", type=_FILE, metavar="FILE", help="Write a Chrome trace, for ui.perfetto.dev.")
+@click.option(
+    "-o",
+    "--output",
+    "outputs",
+    type=_FILE,
+    multiple=True,
+    required=True,
+    metavar="FILE",
+    help="Write this file; repeat for several; - is standard output. Its ending is its format.",
+)
+@click.option(
+    "--format",
+    "wanted",
+    type=click.Choice(sorted({*_FORMATS.values()})),
+    help="The format of - and of files with another ending.",
+)
 @click.option("--processes", is_flag=True, help="Also name other processes by PID; else they are one sum.")
-@click.option("--force", is_flag=True, help="Replace files that exist.")
-def report(
-    files: tuple[str, ...],
-    output: str | None,
-    md: str | None,
-    csv: str | None,
-    perfetto: str | None,
-    processes: bool,
-    force: bool,
-) -> None:
-    """Draw the timeline TIMELINE of a run, and OTHER beside it: memguard report run.jsonl -o report.html
+@options.force
+def report(files: tuple[str, ...], outputs: tuple[str, ...], wanted: str | None, processes: bool, force: bool) -> None:
+    """Draw the timeline TIMELINE of a run, and OTHER next to it: memguard report run.jsonl -o report.html
 
     What each framework held and had in use over time, with its cap, events, out-of-memory errors and their diagnoses,
-    peaks, and the budget that memguard suggest writes of it. FILE - is standard output.
+    peaks, and the budget that memguard suggest writes of it.
 
-    Exit code 0: all was written; 1: a file could not be written; 2: a timeline is invalid.
+    Formats: .html, which needs no network; .md, for a pull request; .csv: each sample, with sizes in bytes, unknown is
+    empty; .json: a Chrome trace, for ui.perfetto.dev (perfetto).
+
+    Exit code 0: all was written; 2: a timeline is invalid, or a file cannot be written.
     """
     from memguard._timeline import load_timeline
+    from memguard._timeline.files import numbered
     from memguard._tools.report import perfetto as traces
     from memguard._tools.report import texts
-    from memguard._tools.report.collect import collect
     from memguard._tools.report.page import page
-    from memguard.cli.support import output as outputs
-    from memguard.cli.support import working
+    from memguard.cli.support import output, working
 
     if len(files) > 2:
         raise click.UsageError(f"{len(files)} timelines are given: memguard report TIMELINE [OTHER] -o FILE")
-    wanted = [path for path in (output, md, csv, perfetto) if path is not None]
-    if not wanted:
-        raise click.UsageError(f"say what to write: memguard report {' '.join(files)} -o report.html")
-    outputs.check(wanted, files, force)
+    formats = [(path, _format(path, wanted)) for path in outputs]
+    parts = [part for name in files for _, part in numbered(name)]  # the older parts of a timeline are read with it
+    output.check(outputs, [*files, *parts], force)
     timelines: list[tuple[str, Timeline]] = [(name, load_timeline(name)) for name in files]
-    if output is not None or md is not None:
-        runs = []
-        for name, timeline in timelines:
-            with working.on(f"reads {name}") as work:
-                runs.append(collect(timeline, name, processes=processes, runs=len(files), counted=work.counted))
-        if output is not None:
-            with working.on(f"writes {output}"):
-                outputs.write(output, [page(runs)], force)
-        if md is not None:
-            outputs.write(md, [texts.markdown(runs)], force)
-    for path, make in ((csv, texts.csv), (perfetto, traces.trace)):
-        if path is not None:
+    runs: list[Run] = []
+    for path, form in formats:
+        if form in ("html", "md"):
+            runs = runs or _runs(timelines, processes)
+            with working.on(f"writes {path}"):
+                output.write(path, [page(runs) if form == "html" else texts.markdown(runs)], force)
+        else:
+            make = texts.csv if form == "csv" else traces.trace
             with working.on(f"writes {path}") as work:
-                outputs.write(path, work.counted(make(timelines, processes)), force)
+                output.write(path, work.counted(make(timelines, processes)), force)
+
+
+def _format(path: str, wanted: str | None) -> str:
+    """By the ending, else `wanted`. Raises UsageError if neither says it."""
+    found = _FORMATS.get(os.path.splitext(path)[1].lower(), wanted)
+    if found is None:
+        name = "standard output" if path == "-" else click.format_filename(path)
+        endings = ", ".join(_FORMATS)
+        raise click.UsageError(f"the ending of {name} names no format ({endings}): add --format md, or another")
+    return found
+
+
+def _runs(timelines: list[tuple[str, Timeline]], processes: bool) -> list[Run]:
+    from memguard._tools.report.collect import collect
+    from memguard.cli.support import working
+
+    runs = []
+    for name, timeline in timelines:
+        with working.on(f"reads {name}") as work:
+            runs.append(collect(timeline, name, processes=processes, runs=len(timelines), counted=work.counted))
+    return runs

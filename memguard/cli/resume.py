@@ -6,31 +6,27 @@ import json
 
 import click
 
-from memguard.cli.support.pid import Pid
+from memguard.cli.support import exit_codes, options
 
 
 @click.command("resume")
-@click.argument("pid", type=Pid())
+@click.argument("pid", type=options.Pid())
 @click.option("--tree", is_flag=True, help="Also the processes that it has started, and theirs.")
-@click.option("--wait", help='Wait for room at most this long, as "60s" or "10min"; without it, until there is room.')
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
+@options.duration("--wait", "Wait at most this long for room; else until there is room.", least="0s", most="168h")
+@options.as_json
 @click.pass_context
-def resume(context: click.Context, pid: int, tree: bool, wait: str | None, as_json: bool) -> None:
+def resume(context: click.Context, pid: int, tree: bool, wait: float | None, as_json: bool) -> None:
     """Bring process PID back on its GPUs: whoever suspended it, and however far that got before it was killed.
 
     It waits until there is room, and says who holds it. Ctrl-C leaves the process suspended and whole.
 
-    Exit code 0: it runs; 1: no, and why; 2: the driver or the process does not say; 130: Ctrl-C.
+    Exit code 0: it runs; 1: no, and why; 2: there is no such process; 3: no NVIDIA driver; 4: the driver or the
+    process does not say; 130: Ctrl-C.
     """
-    from memguard._base.units import parse_duration
     from memguard._node.suspend import processes, remote_suspend
     from memguard._node.suspend.driver.client import Client
     from memguard.cli.support import waiting
 
-    try:
-        seconds = None if wait is None else parse_duration(wait)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--wait") from None
     chosen, stop = [remote_suspend.found(pid)], remote_suspend.Stop()
     with Client() as client:
         if tree:
@@ -42,7 +38,7 @@ def resume(context: click.Context, pid: int, tree: bool, wait: str | None, as_js
             with waiting.progress() as progress:
                 result, interrupted = waiting.interruptible(
                     lambda process=process, progress=progress: remote_suspend.resume(  # type: ignore[misc]
-                        process, client, timeout=seconds, progress=progress, cancel=stop.once
+                        process, client, timeout=wait, progress=progress, cancel=stop.once
                     ),
                     stop,
                     "interrupted: it stays suspended, unless its restore has begun",
@@ -56,4 +52,6 @@ def resume(context: click.Context, pid: int, tree: bool, wait: str | None, as_js
         for one in results:
             click.echo(one.text, err=one.code != remote_suspend.DONE)
     code = max(one.code for one in results)
-    context.exit(130 if interrupted and code else code)
+    if code == exit_codes.UNKNOWN and not exit_codes.gpu_here():
+        code = exit_codes.NO_GPU
+    context.exit(exit_codes.INTERRUPTED if interrupted and code else code)

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from memguard.cli.support import complete
-from memguard.cli.support import gpus as gpu_option
-from memguard.errors import MemguardError
+from memguard.cli.support import complete, exit_codes, options
+from memguard.cli.support.exit_codes import InputError
 
 if TYPE_CHECKING:
     from memguard._budget import Budget
@@ -37,19 +36,13 @@ _FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "devi
     short_help="Start a program under a budget, without changing it.",
     context_settings={"allow_interspersed_args": False},
 )
-@click.option(
-    "-c",
-    "--config",
-    "budget",
-    type=click.Path(),
-    shell_complete=complete.budgets,
-    help="The budget file; by default budget.yaml in this folder or one above.",
-)
-@gpu_option.option("--simulate", "gpus")
-@click.option(
+@options.budget()
+@options.devices
+@options.duration(
     "--when-idle",
-    metavar="DURATION",
-    help="Notebooks started by COMMAND leave their GPUs when they are idle for so long: 10min. Needs no budget.",
+    "Notebooks started by COMMAND leave their GPUs after this time without work. Needs no budget.",
+    least="1s",
+    most="168h",
 )
 @click.option(
     "--record",
@@ -67,8 +60,8 @@ _FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "devi
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=complete.any_file)
 def run(
     budget: str | None,
-    gpus: tuple[str, ...],
-    when_idle: str | None,
+    devices: tuple[str, ...],
+    when_idle: float | None,
     record: str | None,
     mps: bool,
     examine: bool,
@@ -86,13 +79,14 @@ def run(
     from memguard.cli.support import budget_file, ignored_environment
     from memguard.cli.support import mps as service
 
+    gpus: Sequence[str] = devices
     if examine and gpus:
-        raise click.UsageError("--doctor examines real GPUs and --simulate uses none: leave one out")
+        raise click.UsageError("--doctor examines real GPUs and --device names simulated ones: leave one out")
     if mps and when_idle is not None:
         raise click.UsageError("--when-idle suspends processes, which is not possible under MPS: leave one out")
     environ = _with_idle(os.environ, when_idle)
     if record is not None and (budget is not None or gpus or examine or mps):
-        raise click.UsageError("--record is without a budget: leave -c, --simulate, --mps and --doctor out")
+        raise click.UsageError("--record is without a budget: leave -c, --device, --mps and --doctor out")
     if not gpus and workers.disabled(os.environ):
         click.echo(f"memguard: {workers.DISABLE} is set: {command[0]} runs without a budget", err=True)
         _exec(command, os.environ)
@@ -156,14 +150,14 @@ def _examine(budget: Budget, command: Sequence[str]) -> None:
         if not any(name.startswith(_FATAL) for name in names):
             fix += f", or leave it out in the budget: doctor: {{ignore: [{', '.join(names)}]}}"
         click.echo(f"\nmemguard: {command[0]} was not started\n    fix: {fix}", err=True)
-        raise SystemExit(1)
+        raise SystemExit(exit_codes.NO)
 
 
 def environment(environ: Mapping[str, str], budget: Path, gpus: Sequence[str] = ()) -> dict[str, str]:
     """`environ`, changed so that a Python started with it activates the budget."""
     folder = str(_ACTIVATE)
     if os.pathsep in folder:
-        raise MemguardError(
+        raise InputError(
             f"memguard is installed in {folder}, and PYTHONPATH cannot hold a folder with {os.pathsep!r} in its name",
             fix="install it elsewhere, or call memguard.init('budget.yaml') in the program",
         )
@@ -176,17 +170,13 @@ def environment(environ: Mapping[str, str], budget: Path, gpus: Sequence[str] = 
     return result
 
 
-def _with_idle(environ: Mapping[str, str], when_idle: str | None) -> Mapping[str, str]:
-    """`environ` with what tells notebooks when to leave their GPUs."""
+def _with_idle(environ: Mapping[str, str], when_idle: float | None) -> Mapping[str, str]:
+    """`environ` with the seconds of idleness after which notebooks leave their GPUs."""
     if when_idle is None:
         return environ
-    from memguard._budget.values import IDLE, duration, duration_text
+    from memguard._budget.values import duration_text
 
-    try:
-        seconds = duration(when_idle, *IDLE)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--when-idle") from None
-    return {**environ, "MEMGUARD_WHEN_IDLE": duration_text(seconds)}
+    return {**environ, "MEMGUARD_WHEN_IDLE": duration_text(when_idle)}
 
 
 def _exec(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
@@ -207,7 +197,7 @@ def _exec(command: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
         click.echo(f"memguard: {command[0]}: {error.strerror}", err=True)
         raise SystemExit(_NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE) from None
     except ValueError as error:  # for example a null byte in an argument
-        raise MemguardError(f"{command[0]}: {error}") from None
+        raise InputError(f"{command[0]}: {error}") from None
     finally:  # there is no command
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from memguard.cli.support import complete
-from memguard.cli.support import gpus as gpu_option
+from memguard.cli.support import complete, exit_codes, options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,19 +20,19 @@ if TYPE_CHECKING:
 @click.option(
     "--headroom", default="15%", show_default=True, metavar="PERCENT", help="Kept on top of each need, 0% to 100%."
 )
-@gpu_option.option("--for", "gpus")
+@options.devices
 @click.option("--ignore-refused", is_flag=True, help="Leave out what was refused: for programs that try sizes.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes.")
+@options.as_json
 @click.option(
     "-o", "output", type=click.Path(), metavar="FILE", help="Write to this file, which must not exist; - is stdout."
 )
-@click.option("--force", is_flag=True, help="With -o: replace the file.")
+@options.force
 @click.pass_context
 def suggest(
     context: click.Context,
     timelines: tuple[str, ...],
     headroom: str,
-    gpus: tuple[str, ...],
+    devices: tuple[str, ...],
     ignore_refused: bool,
     as_json: bool,
     output: str | None,
@@ -42,10 +41,10 @@ def suggest(
     """Write a budget from the timelines of one run or many: memguard suggest run*.jsonl > budget.yaml
 
     Each process that was recorded, each rank too, gets the same budget. Its comments hold the evidence. Without a
-    timeline it is a first budget, for what is installed and the GPUs here, or those of --for.
+    timeline it is a first budget, for what is installed and the GPUs here, or those of --device.
 
-    Exit code 0: it fits; 1: nothing fits or was needed, or FILE cannot be written; 2: a timeline or the command line is
-    wrong, or standard output cannot be written; 3: no GPU.
+    Exit code 0: it fits; 1: nothing fits or was needed; 2: a timeline or the command line is invalid, or the output
+    cannot be written; 3: no GPU.
     """
     import json
 
@@ -63,9 +62,9 @@ def suggest(
         # The older parts of a timeline are read with it.
         parts = [part for name in timelines for _, part in numbered(name)]
         outputs.check([output], [*timelines, *parts], force)
-    devices = _devices(gpus) if gpus else None
+    chosen = _devices(devices) if devices else None
     if not timelines:
-        content = _first(devices)
+        content = _first(chosen)
         if as_json:
             content = json.dumps({"memguard_suggest": 1, "fits": True, "recorded": False, "yaml": content}, indent=2)
             content += "\n"
@@ -81,14 +80,14 @@ def suggest(
         runs = recorded.runs(timelines, work.counted)
     if ignore_refused:
         runs = [run.without_refusals() for run in runs]
-    found = decide.suggest(runs, percent, devices)
+    found = decide.suggest(runs, percent, chosen)
     if found is None:
         raise MemguardError("no framework held anything in what was recorded", fix="record another run")
     if found.problem is not None and not as_json:
         raise MemguardError(found.problem, fix=found.fix or "")
     content = json.dumps(text.as_dict(found), indent=2) + "\n" if as_json else text.as_yaml(found)
     _write(content, output, force)
-    context.exit(0 if found.problem is None else 1)
+    context.exit(exit_codes.YES if found.problem is None else exit_codes.NO)
 
 
 def _first(devices: Sequence[Device] | None) -> str:
@@ -105,7 +104,7 @@ def _first(devices: Sequence[Device] | None) -> str:
         try:
             devices = RealHost().devices()
         except DeviceError as error:
-            other = "name the GPU: memguard suggest --for h100; or give a timeline"
+            other = "name the GPU: memguard suggest --device h100; or give a timeline"
             raise DeviceError(error.advice.with_alternatives(other)) from None
     found = installed.frameworks()
     if not found:

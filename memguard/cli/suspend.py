@@ -7,33 +7,38 @@ import sys
 
 import click
 
-from memguard.cli.support.pid import Pid
+from memguard.cli.support import exit_codes, options
 
 
 @click.command("suspend")
-@click.argument("pid", type=Pid())
+@click.argument("pid", type=options.Pid())
 @click.option("--tree", is_flag=True, help="Also the processes that it has started, and theirs: all or none.")
 @click.option("--unsafe", is_flag=True, help="Also if the process does not allow it: it may crash, or be lost.")
-@click.option("-y", "--yes", is_flag=True, help="With --unsafe: do not ask.")
+@click.option("-y", "--yes", is_flag=True, help="With --unsafe: do not ask. Required where nobody can answer.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON; sizes in bytes. Never asks.")
 @click.pass_context
 def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, yes: bool, as_json: bool) -> None:
     """Take process PID off its GPUs: all that it has there goes into its host memory until `memguard resume PID`.
 
     The process must run under a budget with `suspend: {by_others: true}`, and then suspends itself if nothing speaks
-    against it. Any other process is only suspended with --unsafe, which lists the hazards and, on a terminal, asks
-    before it begins. Only processes of your own, in this container.
+    against it. Any other process is only suspended with --unsafe, which lists the hazards and asks before it begins;
+    with --json or without a terminal it needs --yes. Only processes of your own, in this container.
 
-    Exit code 0: it is suspended; 1: no, and why: it runs on; 2: the driver or the process does not say; 130: Ctrl-C.
+    Exit code 0: it is suspended; 1: no, and why: it runs on; 2: there is no such process; 3: no NVIDIA
+    driver; 4: the driver or the process does not say; 130: Ctrl-C.
     """
     from memguard._node.suspend import processes, remote_suspend
     from memguard._node.suspend.driver.client import Client
     from memguard.cli.support import waiting
 
     process, stop = remote_suspend.found(pid), remote_suspend.Stop()
+    if unsafe and not yes and (as_json or not _asks()):
+        raise click.UsageError(
+            "--unsafe may crash or lose the process, and nobody can be asked here: add --yes if that is meant"
+        )
     if unsafe and not as_json:
         _warn()
-        if not yes and _asks() and not _confirmed(pid, tree):
+        if not yes and not _confirmed(pid, tree):
             click.echo("nothing was changed", err=True)
             context.exit(remote_suspend.NO)
     with Client() as client:
@@ -59,7 +64,9 @@ def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, yes: boo
     else:
         for result in results:
             click.echo(result.text, err=result.code != remote_suspend.DONE)
-    context.exit(130 if interrupted and code else code)
+    if code == exit_codes.UNKNOWN and not exit_codes.gpu_here():
+        code = exit_codes.NO_GPU
+    context.exit(exit_codes.INTERRUPTED if interrupted and code else code)
 
 
 def _warn() -> None:

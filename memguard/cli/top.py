@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from memguard._base.advice import Advice
-from memguard.cli.support import complete
-from memguard.errors import MemguardError
+from memguard.cli.support import complete, exit_codes, options
 
 if TYPE_CHECKING:
     from memguard._tools.top.sources import Source
@@ -21,10 +20,10 @@ if TYPE_CHECKING:
 
 @click.command("top")
 @click.argument("timelines", metavar="[TIMELINE]...", nargs=-1, type=click.Path(), shell_complete=complete.timelines)
-@click.option("--once", is_flag=True, help="Print it once, as text, and end.")
+@click.option("--once", is_flag=True, help="Print it once, as text, with what each framework could give back, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Print it once, as JSON; sizes in bytes.")
-@click.option("--interval", default="500ms", show_default=True, help="The time between two readings.")
-def top(timelines: tuple[str, ...], once: bool, as_json: bool, interval: str) -> None:
+@options.duration("--interval", "The time between two readings.", least="100ms", most="1h", default="500ms")
+def top(timelines: tuple[str, ...], once: bool, as_json: bool, interval: float) -> None:
     """Watch each GPU: frameworks against their caps, other processes, pressure, forecasts, the last events.
 
     With one TIMELINE or several it follows what they say, while they are written and after. Without, it shows this
@@ -33,13 +32,12 @@ def top(timelines: tuple[str, ...], once: bool, as_json: bool, interval: str) ->
 
     Exit code 0: it was shown; 2: the command line or a timeline is invalid; 3: no NVIDIA driver or GPU.
     """
-    seconds = _seconds(interval)
     source = _source(timelines, live=not (once or as_json))
     try:
         if once or as_json:
             _print(source, as_json)
         else:
-            _show(source, seconds)
+            _show(source, interval)
     finally:
         source.close()
 
@@ -61,18 +59,6 @@ def _source(timelines: tuple[str, ...], live: bool) -> Source:
     return machine
 
 
-def _seconds(text: str) -> float:
-    from memguard._base.units import parse_duration
-
-    try:
-        seconds = parse_duration(text)
-    except ValueError as error:
-        raise click.BadParameter(str(error), param_hint="--interval") from None
-    if not 0.1 <= seconds <= 3600:
-        raise click.BadParameter(f"{text} is not between 100ms and 1h", param_hint="--interval")
-    return seconds
-
-
 def _print(source: Source, as_json: bool) -> None:
     from memguard._base.text import fitting
     from memguard._tools.top import view
@@ -88,7 +74,7 @@ def _print(source: Source, as_json: bool) -> None:
         return
     width = shutil.get_terminal_size().columns
     ascii_only = fitting("".join(BLOCKS)) != "".join(BLOCKS)
-    for line in view.plain(view.view(found, width, ascii_only=ascii_only)):
+    for line in view.plain(view.view(found, width, ascii_only=ascii_only, reclaimable=True)):
         click.echo(line)
 
 
@@ -102,7 +88,7 @@ def _show(source: Source, seconds: float) -> None:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "textual":
             raise
-        raise MemguardError(missing()) from None
+        raise exit_codes.InputError(missing()) from None
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         # The screen ends with its terminal: textual would read the end of its input again and again, on a whole core.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)

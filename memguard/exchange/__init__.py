@@ -5,7 +5,7 @@
     handle = memguard.exchange.export(x)           # pass str(handle), or the pickled handle, to the other process
     y = memguard.exchange.attach(handle, "cupy")   # in the other process
 
-It needs no budget. With one, the ledger says which framework lends how much to which. docs/exchange.md.
+It needs no budget. With one, the ledger reports the bytes shared between each two frameworks. Guide: docs/exchange.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BETWEEN_PROCESSES = ("Handle", "attach", "export")
 __all__ = ["CannotShare", "Handle", "Route", "attach", "export", "last_route", "pycuda_context", "to"]
 
 
-if not TYPE_CHECKING:  # imported on first use: `to` needs no sockets
+if not TYPE_CHECKING:  # lazy import: `to` needs no sockets
 
     def __getattr__(name: str) -> object:
         if name not in _BETWEEN_PROCESSES:

@@ -1,4 +1,4 @@
-"""The arguments of `to` beside the array, checked before any array is read or made."""
+"""Checks the arguments of `to` other than the array, before it reads or creates an array."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import shlex
 import sys
 from typing import Any
 
-from memguard._base.specs import SPECS
 from memguard._devices import streams
 from memguard._frameworks.arrays.base import Arrays
+from memguard._frameworks.specs import SPECS
 
 _MOST = 1 << 16
-"""More GPUs than any process sees."""
+"""No process has this many GPUs."""
 
 
 def is_ordinal(device: Any) -> bool:
-    """Whether `device` can be CUDA's ordinal of a GPU."""
+    """Whether `device` is a valid CUDA ordinal."""
     return isinstance(device, int) and not isinstance(device, bool) and 0 <= device < _MOST
 
 
 def check(copy: Any, device: Any, consumer: Arrays) -> None:
-    """Raises ValueError for a wrong `copy` or `device`, ImportError if the framework is not installed."""
+    """Raises ValueError for an invalid `copy` or `device`, ImportError if the framework is not installed."""
     if copy is not None and copy is not True and copy is not False:
         raise ValueError(f"copy must be None, True or False, found {copy!r}\n    fix: copy=True, or leave it out")
     if device is not None and not is_ordinal(device):
@@ -38,7 +38,7 @@ def check(copy: Any, device: Any, consumer: Arrays) -> None:
 
 
 def stream_handle(stream: Any, consumer: Arrays) -> int | None:
-    """The handle of a stream of any library. Raises ValueError for anything else."""
+    """The handle of a stream object of any library. Raises ValueError if it is no stream."""
     if stream is None:
         return None
     if not consumer.takes_stream:
@@ -58,8 +58,8 @@ def _handle(stream: Any) -> int | None:
         protocol = stream.__cuda_stream__
         return int((protocol() if callable(protocol) else protocol)[1])
     if any(word in type(stream).__name__.lower() for word in ("event", "memory", "pointer", "array")):
-        return None  # these have the attributes below too
-    for name in ("cuda_stream", "ptr", "handle"):  # PyTorch's, CuPy's, PyCUDA's and Numba's
+        return None  # these classes also have the attributes below
+    for name in ("cuda_stream", "ptr", "handle"):  # the names in PyTorch, in CuPy, and in PyCUDA and Numba
         value = getattr(stream, name, None)
         if value is not None:
             return int(getattr(value, "value", value) or 0)

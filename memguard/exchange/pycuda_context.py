@@ -1,8 +1,8 @@
-"""The GPU's primary context for PyCUDA, on this thread, for a block.
+"""A context manager that makes a GPU's primary context current for PyCUDA on the calling thread.
 
-PyCUDA keeps a stack of contexts for each thread. It aborts the process if a context is left there when the thread
-ends, or at exit. So the contexts pushed here are counted for each thread, and those left are popped in time: at exit
-for the main thread, and for another thread when Python frees its thread-local values, before PyCUDA checks.
+PyCUDA keeps a stack of contexts for each thread. It aborts the process if that stack is not empty when the thread ends,
+or at exit. So this module counts its pushed contexts for each thread, and pops the remaining ones before PyCUDA checks:
+for the main thread at exit, for another thread when Python frees its thread-local values.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from memguard.errors import DeviceError
 from memguard.exchange.arguments import is_ordinal
 
 
-class _Open:
-    """How many contexts this thread has pushed and not popped, and its object for each GPU's primary context.
+class _ThreadContexts:
+    """One thread's number of pushed contexts, and its context object for each GPU.
 
-    Each thread needs objects of its own: PyCUDA frees memory only on the thread that made the context object.
+    Each thread needs its own objects: PyCUDA frees memory only on the thread that created the context object.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class _Open:
         self.contexts: dict[int, Any] = {}
 
     def pop(self) -> None:
-        """One block ends. It is no error if the user has popped its context already."""
+        """Pop the context of one block. Raises nothing if the user has popped it already."""
         self.blocks -= 1
         drv = sys.modules.get("pycuda.driver")
         if drv is None:
@@ -49,26 +49,28 @@ class _Open:
         self.close()
 
 
-class _Threads(threading.local):
+class _PerThread(threading.local):
     def __init__(self) -> None:
-        self.open = _Open()
+        self.open = _ThreadContexts()
 
 
-_threads = _Threads()
-_kept: dict[int, Any] = {}
-"""By GPU. A primary context that was used here is kept alive: making one takes a tenth of a second."""
+_per_thread = _PerThread()
+_keepalive: dict[int, Any] = {}
+"""One context object by GPU, which keeps its primary context alive: creating a context takes a tenth of a second."""
 
 
 class pycuda_context:  # noqa: N801 (a context manager that is entered by its name, as contextlib's are)
-    """Makes the primary context of GPU `device` current for PyCUDA, on this thread, for a block. Yields its `Context`.
+    """Make the primary context of GPU `device` current for PyCUDA on this thread, during a `with` block. Yields its
+    `Context`.
 
         with memguard.exchange.pycuda_context():
             array = pycuda.gpuarray.zeros(1000, numpy.float32)   # in the context of torch, TensorFlow, JAX, CuPy, Numba
 
-    `device` is CUDA's ordinal. No second context is made, and no budget is needed. Blocks may be nested and entered
-    again; each thread has its own. An open block of the main thread is closed at exit, one of another thread when that
-    thread ends. Join your threads: a daemon thread that is in a block while the interpreter ends may abort the process,
-    because PyCUDA aborts if a context is left. Raises DeviceError if PyCUDA or the GPU is missing.
+    `device` is CUDA's ordinal. It creates no second context and needs no budget. Blocks may be nested and entered
+    again; each thread has its own. At exit memguard closes the main thread's open blocks, and at a thread's end the
+    blocks of that thread. Join your threads: a daemon thread inside a block while the interpreter ends may abort the
+    process, because PyCUDA aborts if a context is still on its stack. Raises DeviceError if PyCUDA or the GPU is
+    missing.
     """
 
     def __init__(self, device: int = 0) -> None:
@@ -80,35 +82,36 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
 
     def __enter__(self) -> Any:
         suspension.check("memguard.exchange.pycuda_context")
-        here = _threads.open
+        here = _per_thread.open
         context = here.contexts.get(self.device)
         if context is None:
             context = here.contexts[self.device] = _retained(self.device)
-            _kept.setdefault(self.device, context)
+            _keepalive.setdefault(self.device, context)
         _close_at_exit()
         context.push()
         here.blocks += 1
         return context
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
-        if not _threads.open.blocks:
-            if kind is not None:  # the block's own error goes on
+        if not _per_thread.open.blocks:
+            if kind is not None:  # the block's own error propagates
                 return
             raise DeviceError(
                 "this block of pycuda_context was entered on another thread",
                 fix="enter and leave it on the thread that works with PyCUDA",
             )
-        _threads.open.pop()
+        _per_thread.open.pop()
 
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Once. PyCUDA's own modules pop at exit too. A pop takes whatever is on top, so only the number of pops counts."""
-    life.at_exit(life.Rank.PYCUDA, _close_here)
+    """Register the exit hook once. PyCUDA's own modules pop at exit too: a pop removes the top of the stack, so only
+    the number of pops matters."""
+    life.at_exit(life.HookOrder.PYCUDA, _close_here)
 
 
 def _close_here() -> None:
-    _threads.open.close()
+    _per_thread.open.close()
 
 
 def _retained(device: int) -> Any:

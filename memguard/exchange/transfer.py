@@ -1,4 +1,4 @@
-"""`to`: makes one framework's array an array of another. Shares the memory, and copies only when asked to."""
+"""`to`: turns one framework's array into another's. It shares the memory, and copies only with `copy=True`."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Route(NamedTuple):
     """How an array was handed over. `way` is `shared`, `copied`, `copied on cuda:0`, and so on.
 
     From one GPU to another it is `copied from cuda:0 to cuda:1, peer to peer`, or `..., through the host`, which is
-    slower. It ends after `cuda:1` if that is not known: CUDA does not say it, or JAX may have gone either way.
-    `nbytes` counts the bytes of its elements. `reason` says why it could not be shared, if a copy was asked for and
-    needed. `source` and `target` are older names of `producer` and `consumer`.
+    slower. It ends after `cuda:1` if the path is unknown: CUDA does not report it, or JAX may have used either path.
+    `nbytes` is the size of the elements. `reason` is the reason against sharing, if a copy was requested and needed.
+    `source` and `target` are older names of `producer` and `consumer`.
     """
 
     producer: str
@@ -61,10 +61,10 @@ def to(
 
     `copy=None` shares the memory, and raises CannotShare with reason and remedy if that would not be safe. `copy=True`
     copies on the GPU, to another GPU with `device` (CUDA's ordinal), and through the host only to or from host memory;
-    `last_route()` says which way. `copy=False` shares or raises; it also shares read-only memory, which you then must
-    not write to. `stream` is the stream that will use the result: a handle, or any object with `__cuda_stream__`.
-    Without it that is the framework's current stream, or the host waits if the framework names none. The memory lives
-    as long as any view of it.
+    `last_route()` returns the path. `copy=False` shares or raises; it also shares read-only memory, which you then must
+    not write to. `stream` is the stream that will use the result: a handle, or any object with `__cuda_stream__`. The
+    default is the framework's current stream; if the framework names none, the host waits. The memory lives as long as
+    any view of it.
     """
     if suspension.now is not None:
         raise suspension.refused("memguard.exchange.to")
@@ -107,8 +107,8 @@ def to(
 
 
 def last_route() -> Route | None:
-    """How this thread's last hand-over was done; None before the first."""
-    found = getattr(_last, "route", None)  # what it is made of: most hand-overs are never asked about
+    """The route of this thread's last hand-over; None before the first."""
+    found = getattr(_last, "route", None)  # `to` stores the parts of a `Route`, since few programs read it
     if found is None:
         return None
     producer, consumer, way, view, obstacle = found
@@ -117,11 +117,11 @@ def last_route() -> Route | None:
 
 def _shared(producer: Arrays, consumer: Arrays, offer: Offer, stream: int | None) -> Any:
     view, traits = offer.view, consumer.traits
-    uses = stream if stream is not None or view.device is None else consumer.stream(view.device)
+    use_stream = stream if stream is not None or view.device is None else consumer.stream(view.device)
     context = consumer.context(view.device) if consumer.own_contexts else None
-    lifetime = lifetimes.begin(offer, traits.name, uses, traits.releases_when_done, context)
+    lifetime = lifetimes.begin(offer, traits.name, use_stream, traits.releases_when_done, context)
     try:
-        return consumer.import_view(view, lifetime, functools.partial(producer.ready, offer), uses)
+        return consumer.import_view(view, lifetime, functools.partial(producer.ready, offer), use_stream)
     except BaseException:
         lifetime.cancel()
         raise
@@ -130,10 +130,10 @@ def _shared(producer: Arrays, consumer: Arrays, offer: Offer, stream: int | None
 def _copied(
     x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int | None, stream: int | None
 ) -> tuple[Any, str]:
-    """A copy in the consumer's own memory, ready for `stream`, and the way."""
+    """A copy in the consumer's own memory, ready for `stream`, and the text for `Route.way`."""
     on = stream if place is not None and place == offer.view.device and consumer.copies_on else None
     made, way = _copy(x, producer, consumer, offer, place, on)
-    if stream is not None and on is None and place is not None:  # it was made on the framework's own stream
+    if stream is not None and on is None and place is not None:  # the framework's own stream made the copy
         streams.follow(place, consumer.stream(place), stream)
     return made, way
 
@@ -141,7 +141,8 @@ def _copied(
 def _copy(
     x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int | None, on: int | None
 ) -> tuple[Any, str]:
-    """The producer first compacts what the consumer cannot read. The stream `on`, if one was named, makes the copy."""
+    """Copy the array, first compacted by the producer if the consumer cannot read its layout. The copy runs on the
+    stream `on`, if the user named one."""
     view, traits = offer.view, consumer.traits
     if view.device is not None and place is None:
         producer.ready(offer, None)
@@ -153,7 +154,7 @@ def _copy(
             producer.ready(offer, None)
         made = producer.copy(x, place)
     else:
-        writable = _writable(offer)
+        writable = _without_readonly(offer)
         if compatibility.obstacle(writable.view, traits, view.device) or not (view.compact or traits.strided):
             producer, x, writable = compacted(x, producer, writable)
             left = compatibility.obstacle(writable.view, traits, view.device)
@@ -165,15 +166,15 @@ def _copy(
         if on is not None and place is not None:
             made = consumer.copy_on(shared, place, on)
         else:
-            made = consumer.copy(shared, place)  # on the stream that its views use
+            made = consumer.copy(shared, place)  # on the stream that the consumer's views use
     if place is None or view.device is None or place == view.device:
         return made, _way(view.device, place)
-    streams.follow(place, None, None)  # it runs on streams of both GPUs, of which a Lifetime knows nothing
+    streams.follow(place, None, None)  # the copy runs on streams of both GPUs, which a `Lifetime` does not know
     return made, _way(view.device, place) + _route(view, consumer, made, place)
 
 
 def _route(view: View, consumer: Arrays, made: Any, place: int) -> str:
-    """How a copy went from one GPU to another: the end of `Route.way`. Empty if that is not known."""
+    """The path of a copy between two GPUs, as the end of `Route.way`. Empty if unknown."""
     if not view.size or view.device is None:
         return ""
     try:
@@ -181,18 +182,18 @@ def _route(view: View, consumer: Arrays, made: Any, place: int) -> str:
     except CannotShare:
         return ""
     reached = copies.reaches(place, view.address), copies.reaches(view.device, address)
-    if reached == (False, False):  # then there is no other way
+    if reached == (False, False):  # then only that path exists
         return ", through the host"
     return ", peer to peer" if True in reached and consumer.direct else ""
 
 
-def _writable(offer: Offer) -> Offer:
-    """The offer without the read-only flag: a copy only reads it."""
+def _without_readonly(offer: Offer) -> Offer:
+    """The offer without the read-only flag: a copy only reads the array."""
     return offer._replace(view=offer.view._replace(readonly=False))
 
 
 def _uploaded(x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int) -> Any:
-    """The consumer uploads it from a NumPy array: all frameworks take host memory in that form."""
+    """Upload the array from NumPy: all frameworks accept host memory as a NumPy array."""
     numpy = registry.by_name("numpy")
     if offer.view.dtype not in numpy.traits.dtypes:
         raise CannotShare(
@@ -208,11 +209,12 @@ def _uploaded(x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: i
 
 
 def compacted(x: Any, producer: Arrays, offer: Offer) -> tuple[Arrays, Any, Offer]:
-    """The array without gaps, its framework and its offer. Made by its own framework, or by an imported one that can.
+    """A compact copy of the array: its framework, the array and its offer. Its own framework makes it, or another
+    imported one.
 
-    CannotShare if none can.
+    Raises CannotShare if no imported framework can.
     """
-    maker, x = _compact_copy(x, producer, _writable(offer))
+    maker, x = _compact_copy(x, producer, _without_readonly(offer))
     return maker, x, maker.offer(x)
 
 

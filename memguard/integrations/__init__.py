@@ -1,1 +1,1 @@
-"""Budgets for programs that others start: torchrun, Dask, Ray. Nothing here is imported by memguard itself."""
+"""Budgets for processes that a launcher starts: torchrun, MPI, Dask, Ray. memguard itself imports none of these."""

@@ -1,8 +1,8 @@
-"""The ledgers of all ranks of MPI in one table, with mpi4py.
+"""Collect the ledgers of all MPI ranks in one table, with mpi4py.
 
     print(memguard.integrations.mpi.ledgers())      # in every rank
 
-Importing this imports no MPI.
+Importing this module imports no MPI.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["Ledgers", "ledgers"]
 
 
 def ledgers(comm: Any = None) -> Ledgers:
-    """The ledgers of the ranks of a communicator of mpi4py, by default of MPI.COMM_WORLD: a collective.
+    """The ledgers of the ranks of an mpi4py communicator, by default MPI.COMM_WORLD. A collective call.
 
-    Every rank of it calls this, and gets the whole table. A rank without a budget, or one whose GPUs cannot be read, is
-    a row that says so: no other rank waits for it. What is gathered goes through host memory. Raises MemguardError
-    without mpi4py, or once MPI is finalized.
+    Every rank of the communicator must call it, and each gets the whole table. A rank without a budget, or one whose
+    GPUs cannot be read, gets a row with the reason: it does not delay the other ranks. The data travel through host
+    memory. Raises MemguardError without mpi4py, or once MPI is finalized.
     """
     if comm is None:
         comm = _world()

@@ -1,4 +1,4 @@
-"""The ledgers of the ranks of a job: what one says of itself, and all of them in one table."""
+"""The ledger of one rank as plain data, and the ledgers of a job's ranks in one table."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _NOTHING: Mapping[str, Any] = {
 class Ledgers:
     """The ledgers of a job's ranks, by rank. `print` shows a table; sizes are in bytes.
 
-    A rank without a budget has `active` False, one that could not be read has the reason as `error`.
+    A rank without a budget has `active` False. A rank that could not be read has the reason in `error`.
     """
 
     ranks: Mapping[int, Mapping[str, Any]]
 
     @classmethod
     def of(cls, found: Iterable[Mapping[str, Any]]) -> Ledgers:
-        """From what `own` said in each rank."""
+        """Make the table from the results of `own` in each rank."""
         return cls({one["rank"]: one for one in sorted(found, key=lambda one: int(one["rank"]))})
 
     def as_dict(self) -> dict[int, Any]:
@@ -57,7 +57,7 @@ class Ledgers:
 
 
 def _rows(one: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Of the GPUs on which the rank has something; of its own one if it has nothing yet."""
+    """The rows of the GPUs on which the rank holds memory; of its own GPU if it holds none yet."""
     who = str(one["rank"]), one["host"] or "unknown"
     if one["error"] is not None:
         yield *who, "", f"not read: {one['error'].partition(chr(10))[0]}"
@@ -79,32 +79,32 @@ def _holds(part: Mapping[str, Any]) -> bool:
     return any(usage["held"] or usage["in_use"] for usage in part["frameworks"].values())
 
 
-def silent(rank: int, why: str) -> dict[str, Any]:
-    """In the place of the ledger of a rank that says nothing."""
+def without_ledger(rank: int, why: str) -> dict[str, Any]:
+    """The placeholder for the ledger of a rank that did not answer."""
     return tables.summary(None, {}, {**_NOTHING, "rank": rank, "error": why})
 
 
 def own(rank: int) -> dict[str, Any]:
-    """This rank's ledger as plain data. It raises nothing: the other ranks wait for what it says."""
-    said: dict[str, Any] = {**_NOTHING, "rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
+    """This rank's ledger as plain data. Never raises, because the other ranks wait for the result."""
+    entry: dict[str, Any] = {**_NOTHING, "rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
     try:
         guard = api.current()
-        if not guard.active:  # switched off, or no GPU, as asked for
-            return tables.summary(None, {}, said)
-        said |= {"active": True, "simulated": guard.host.simulated, "suspended": suspension.now is not None}
-        if said["suspended"]:  # nobody may ask its GPUs, and what they answer would wait for it to be back
-            return tables.summary(None, {}, said)
+        if not guard.active:  # MEMGUARD_DISABLE, or no GPU
+            return tables.summary(None, {}, entry)
+        entry |= {"active": True, "simulated": guard.host.simulated, "suspended": suspension.now is not None}
+        if entry["suspended"]:  # a query of its GPUs would block until the process resumes
+            return tables.summary(None, {}, entry)
         sample = guard.sample()
-        said["pressure"] = str(_level(guard, sample))
-        return _with_own(guard, tables.summary(sample, {p.device.uuid: p.device for p in guard.plan.devices}, said))
+        entry["pressure"] = str(_level(guard, sample))
+        return _with_own(guard, tables.summary(sample, {p.device.uuid: p.device for p in guard.plan.devices}, entry))
     except NotActive:
-        return tables.summary(None, {}, {**said, "active": False})
+        return tables.summary(None, {}, {**entry, "active": False})
     except Exception as error:
-        return tables.summary(None, {}, {**said, "error": text_of(error)})
+        return tables.summary(None, {}, {**entry, "error": text_of(error)})
 
 
 def _level(guard: Guard, sample: Sample) -> Any:
-    """The worst of it now, by the levels of the budget, or else the usual ones."""
+    """The worst pressure now, by the levels of the budget's monitor, or the default ones without a monitor."""
     budget, parts = guard.budget, guard.plan.devices
     settings = pressure.Settings.of(
         budget.monitor or _budget.MonitorConfig(), (), [part.device for part in parts], parts
@@ -114,7 +114,7 @@ def _level(guard: Guard, sample: Sample) -> Any:
 
 
 def _with_own(guard: Guard, found: dict[str, Any]) -> dict[str, Any]:
-    """Which GPU is the rank's own, as `ranks: auto` has it."""
+    """Mark the rank's own GPU, as `ranks: auto` assigns it."""
     mine = None if guard.sharing is None else guard.sharing.own
     ordinals = {part.device.uuid: part.device.ordinal for part in guard.plan.devices}
     for part in found["devices"]:

@@ -1,4 +1,4 @@
-"""The ledgers of several processes as plain data, and in one table."""
+"""Convert a sample to plain data, and the data of several processes to one table."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from memguard._base.types import Device, Pressure, Sample
 from memguard._base.units import format_size
 
 COLUMNS = ("GPU", "what", "held", "in use", "cap")
-"""Those of `rows`, behind the columns that say which process it is."""
+"""The columns of `rows`. A table has columns that identify the process before them."""
 
 
 def summary(sample: Sample | None, devices: Mapping[str, Device], more: Mapping[str, Any]) -> dict[str, Any]:
-    """A sample as plain data, in bytes; None for what is not known. `more` is put in front."""
+    """A sample as plain data, in bytes; None if unknown. The entries of `more` come first."""
     parts: list[dict[str, Any]] = []
     for one in sample.devices if sample is not None else ():
         part = {key: value for key, value in one._asdict().items() if key != "frameworks"}
@@ -30,7 +30,7 @@ def worst(levels: Iterator[Pressure]) -> Pressure:
 
 
 def rows(devices: Iterable[Mapping[str, Any]], pressure: str) -> Iterator[tuple[str, ...]]:
-    """A line for each framework on each GPU of a summary, and one for the process."""
+    """One row for each framework on each GPU of a summary, and one for the process."""
     for one in devices:
         gpu = one["name"] if one["index"] is None else f"{one['index']} {one['name']}"
         for what, usage in one["frameworks"].items():
@@ -40,7 +40,7 @@ def rows(devices: Iterable[Mapping[str, Any]], pressure: str) -> Iterator[tuple[
 
 
 def table(head: Sequence[str], body: Iterable[Sequence[str]], simulated: bool) -> str:
-    """Lines of text, printable whatever a name has in it. A row may be shorter than the head."""
+    """Format the table as printable text, whatever characters a name contains. A row may be shorter than the head."""
     found = [(*row, *[""] * (len(head) - len(row))) for row in body]
     widths = [max(len(row[n]) for row in (head, *found)) for n in range(len(head))]
     lines = [

@@ -139,7 +139,7 @@ class Counted:
     def give(self, who: int, which: int) -> None:
         address, size = self.live[who].pop(which)
         self.card.give(address)
-        self.pages[who].gone(address, size)
+        self.pages[who].remove(address, size)
 
     def check(self) -> None:
         assert sum(pages.held() for pages in self.pages) + self.slabs.gaps == self.card.taken
@@ -214,13 +214,13 @@ def test_cupys_pieces_follow_the_driver(card: Any, monkeypatch: pytest.MonkeyPat
     first, second, large = gpu.take(300_032), gpu.take(MIB), gpu.take(4 * MIB)
     for address in (first, second, large, first + 512):
         pieces.took(address)
-    pieces.settle(1)
+    pieces.drop_freed(1)
     assert slabs.gaps == PAGE - 300_032 - MIB
     gpu.give(first)
     assert gpu.take(300_032) == first
-    pieces.settle(1)
+    pieces.drop_freed(1)
     assert slabs.gaps == PAGE - 300_032 - MIB, "its total has not changed, so nothing is asked"
-    pieces.settle(2)
+    pieces.drop_freed(2)
     assert slabs.gaps == PAGE - MIB, "another allocation lies there now"
     pieces.forget()
     assert slabs.gaps == 0
@@ -243,13 +243,13 @@ def test_what_is_noted_of_cupys_pieces_does_not_grow_without_a_reading(
         assert len(pieces._new) <= 1001
         gpu.give(address)
     assert len(asked) < 3 * 10_000
-    pieces.settle(1)
+    pieces.drop_freed(1)
     assert slabs.gaps == 0 and not pieces._there
     asked.clear()
     for _ in range(5000):
         pieces.took(gpu.take(512))
     assert len(asked) < 6 * 5000 and len(pieces._there) + len(pieces._new) == 5000
-    pieces.settle(2)
+    pieces.drop_freed(2)
     assert slabs.gaps == 2 * PAGE - 5000 * 512
     pieces.forget()
     assert slabs.gaps == 0

@@ -184,7 +184,7 @@ def test_a_slab_in_which_a_siblings_piece_lies_is_not_reclaimable(model: Model) 
     sibling = setting.card.gpus[0].card.take(512)
     memory.clear()
     assert setting.usage().reclaimable == setting.usage().held
-    slabs[setting.first.uuid].enter(sibling)
+    slabs[setting.first.uuid].add_piece(sibling)
     setting.framework._idle.clear()
     assert setting.usage().reclaimable == 0
     memory = [setting.alloc(3 * MIB)]
@@ -227,7 +227,7 @@ def test_the_blocks_of_a_pool_before_are_counted(model: Model) -> None:
     arrays.append(setting.alloc(6 * MIB))
     del arrays[0], arrays[-1]
     assert setting.usage() == Usage(18 * MIB, 4 * MIB, 14 * MIB)
-    setting.framework.give_back(setting.first, 1)
+    setting.framework.trim_partly(setting.first, 1)
     assert setting.taken() == 4 * MIB
 
 
@@ -242,9 +242,9 @@ def test_the_driver_gives_back_a_part_of_its_pool(model: Model) -> None:
     assert setting.usage() == Usage(256 * MIB, 192 * MIB, None)
     live.clear()
     assert setting.usage() == Usage(256 * MIB, 0, 256 * MIB)
-    setting.framework.give_back(setting.first, 40 * MIB)
+    setting.framework.trim_partly(setting.first, 40 * MIB)
     assert setting.taken() == 192 * MIB
-    setting.framework.give_back(setting.first, 500 * MIB)
+    setting.framework.trim_partly(setting.first, 500 * MIB)
     assert setting.taken() == 0
 
 

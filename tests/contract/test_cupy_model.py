@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.capping import AppliedCaps, apply_caps
 from support.drifts import drifts
 
 from memguard import _budget
-from memguard._base.types import Applied, Device, Enforcement, State, Usage
+from memguard._base.types import Device, Enforcement, State, Usage
 from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import driver_pages
@@ -70,10 +71,10 @@ class Setting:
         error: type[BaseException] = self.cp.cuda.memory.OutOfMemoryError
         return error
 
-    def apply(self, first: int = 64 * MIB, second: int | None = None) -> Applied:
+    def apply(self, first: int = 64 * MIB, second: int | None = None) -> AppliedCaps:
         importlib.import_module("cupy")
         caps = {self.first.uuid: first, self.second.uuid: second or first}
-        return self.framework.apply(caps, {})
+        return apply_caps(self.framework, caps)
 
     def alloc(self, size: int, ordinal: int = 0) -> Any:
         if ordinal == self.card.here():
@@ -166,7 +167,7 @@ def test_looking_asks_nothing_of_cuda(model: Model) -> None:
 def test_capping_asks_nothing_of_cuda(model: Model) -> None:
     setting = model()
     applied = setting.apply()
-    assert applied.enforcement is Enforcement.ENFORCED and applied.undo is not None
+    assert applied.enforcement is Enforcement.ENFORCED
     assert applied.notes == ()
     assert setting.framework.drift() == [] and setting.framework.usage(setting.first) is None
     assert setting.framework.state() is State.IMPORTED
@@ -198,7 +199,7 @@ def test_half_imported_it_says_nothing(model: Model) -> None:
 def test_capped_by_the_import_hook(model: Model) -> None:
     setting, hook = model(), ImportHook()
     caps = {setting.first.uuid: 64 * MIB, setting.second.uuid: 64 * MIB}
-    hook.watch(setting.framework.hook, lambda: setting.framework.apply(caps, {}) and None)
+    hook.watch(setting.framework.hook, lambda: apply_caps(setting.framework, caps) and None)
     assert importlib.import_module("cupy").cuda.get_allocator() is setting.framework._allocate
     assert hook not in sys.meta_path
     setting.fill()
@@ -276,7 +277,6 @@ def test_first_allocations_of_many_threads(model: Model, monkeypatch: pytest.Mon
         thread.join()
     gpus = range(setting.number)
     assert len(live) == 8 and {setting.limit(gpu) for gpu in gpus} == {64 * MIB}
-    assert applied.undo is not None
     applied.undo()
     assert {setting.limit(gpu) for gpu in gpus} == {0}, "none took another's cap for a limit of the pool's own"
 
@@ -382,7 +382,6 @@ def test_live_before_it_is_capped_at_once_and_says_what_is_above(model: Model) -
     del live[:5]
     array = setting.alloc(8 * MIB)
     assert setting.usage() == Usage(96 * MIB, 64 * MIB, 32 * MIB), "the cache serves"
-    assert applied.undo is not None
     applied.undo()
     applied = setting.apply(100 * MIB)
     assert setting.limit() == 100 * MIB
@@ -461,7 +460,6 @@ def test_a_stricter_set_limit_stays(model: Model) -> None:
     assert "its own limit of 30.0 MiB is stricter" in setting.framework.notes[0]
     setting.fill(2 * MIB)
     assert setting.taken() == 30 * MIB and setting.framework.drift() == []
-    assert applied.undo is not None
     applied.undo()
     assert setting.limit() == 30 * MIB
 
@@ -514,7 +512,7 @@ def test_the_async_pool_is_watched_and_said(model: Model) -> None:
     setting.cp.cuda.set_allocator(pool.malloc)
     before = setting.cp.cuda.get_allocator()
     applied = setting.apply()
-    assert applied.enforcement is Enforcement.WATCHED and applied.undo is not None
+    assert applied.enforcement is Enforcement.WATCHED
     (note,) = applied.notes
     assert "watched, not capped" in note and "async pool" in note
     assert setting.cp.cuda.get_allocator() is before and setting.card.asked == 0
@@ -625,7 +623,6 @@ def test_a_limit_set_later_meets_the_cap(model: Model, size: int, checked: bool)
     assert setting.taken(last) <= min(size or GIB, 64 * MIB) and setting.limit(last) == min(size or GIB, 64 * MIB)
     said = [note for note in setting.framework.notes if "MemoryPool.set_limit asks for" in note]
     assert len(said) == larger and (not said or said[0].endswith(f"on cuda:{last}: its cap of 64.0 MiB holds"))
-    assert applied.undo is not None
     applied.undo()
     assert setting.limit(last) == (size if size != 64 * MIB else 0), "what the user asked for, if it is to be seen"
     del array, live
@@ -663,7 +660,6 @@ def test_pools_that_become_the_allocator_share_the_cap(model: Model) -> None:
     cuda.set_allocator(pools[0].malloc)
     setting.fill(2 * MIB)
     assert setting.taken() == 64 * MIB
-    assert applied.undo is not None
     applied.undo()
     assert cuda.get_allocator().__self__ is pools[0]
     assert [pool.get_limit() for pool in pools] == [0, 0, 8 * MIB]
@@ -688,7 +684,7 @@ def test_pools_changed_at_random_never_hold_more_than_the_cap(model: Model, seed
             with contextlib.suppress(setting.oom):
                 live.append(setting.alloc(rng.choice([MIB + 1, 3 * MIB, 5 * MIB, 20 * MIB])))
         assert setting.taken() <= 64 * MIB
-    assert setting.framework.drift() == [] and applied.undo is not None
+    assert setting.framework.drift() == []
     applied.undo()
     assert {pool.get_limit() for pool in pools} <= {0, 5 * MIB, 40 * MIB, GIB}, "nothing of the cap is left"
 
@@ -736,7 +732,7 @@ def test_a_stricter_limit_set_after_small_requests_stays_through_a_resize(model:
     setting.pool.set_limit(size=30 * MIB)
     live.append(setting.alloc(1000))
     setting.framework.resize({gpu.uuid: resized * MIB for gpu in (setting.first, setting.second)})
-    assert setting.limit() == 30 * MIB and applied.undo is not None
+    assert setting.limit() == 30 * MIB
     applied.undo()
     assert setting.limit() == 30 * MIB
 
@@ -778,7 +774,6 @@ def test_what_using_allocator_allocates_is_told(model: Model) -> None:
         pass
     assert [note for note in setting.framework.notes if "allocates past its cap" in note] == setting.framework.notes
     assert len(setting.framework.notes) == 2
-    assert applied.undo is not None
     applied.undo()
     with cuda.using_allocator(None):
         assert len(setting.framework.notes) == 2
@@ -796,7 +791,6 @@ def test_the_functions_that_are_replaced_look_like_cupys_and_are_put_back(
         now = getattr(owner, name)
         assert now is not then and (now.__name__, now.__doc__) == (then.__name__, then.__doc__)
         assert inspect.signature(now) == inspect.signature(then)
-    assert applied.undo is not None
     applied.undo()
     assert [getattr(owner, name) for owner, name in names] == before
     put, allocator = Replacements.put, cuda.get_allocator()
@@ -811,7 +805,7 @@ def test_the_functions_that_are_replaced_look_like_cupys_and_are_put_back(
 
         monkeypatch.setattr(Replacements, "put", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            CuPy(setting.host).apply({gpu.uuid: MIB for gpu in setting.host.devices()}, {})
+            apply_caps(CuPy(setting.host), {gpu.uuid: MIB for gpu in setting.host.devices()})
         assert [getattr(owner, name) for owner, name in names] == before and cuda.get_allocator() is allocator
 
 
@@ -849,16 +843,15 @@ def test_the_gpus_that_are_limited_may_become_more_while_they_are_gone_through(
     setting = model()
     applied = setting.apply()
     array = setting.alloc(MIB)
-    ask, limited = setting.framework._on, setting.framework._limited
+    ask, limited = setting.framework._call_on_device, setting.framework._limited
     numbers = itertools.count(5)
 
     def slow(ordinal: int, call: Callable[[Any], Any], pool: Any = None) -> Any:
         limited[next(numbers)] = (0, 64 * MIB)  # as another thread's first allocation does
         return ask(ordinal, call, pool) if ordinal < 2 else None
 
-    monkeypatch.setattr(setting.framework, "_on", slow)
+    monkeypatch.setattr(setting.framework, "_call_on_device", slow)
     assert setting.framework.drift() == []
-    assert applied.undo is not None
     applied.undo()
     monkeypatch.undo()
     del array
@@ -963,7 +956,6 @@ def test_an_undo_restores_allocator_and_limits(model: Model, live: bool) -> None
     before = setting.cp.cuda.get_allocator()
     applied = setting.apply()
     arrays = [setting.alloc(MIB), setting.alloc(MIB, 1)] if live else []
-    assert applied.undo is not None
     applied.undo()
     assert setting.cp.cuda.get_allocator() is before and setting.framework.drift() == []
     assert live or setting.card.asked == 0
@@ -981,7 +973,6 @@ def test_an_undo_leaves_what_the_user_set_since(model: Model) -> None:
     setting.cp.cuda.set_allocator(own.malloc)
     setting.card.use(0)
     setting.pool.set_limit(size=10 * MIB)
-    assert applied.undo is not None
     applied.undo()
     assert setting.cp.cuda.get_allocator().__self__ is own
     assert (setting.limit(0), setting.limit(1)) == (10 * MIB, 0)
@@ -995,7 +986,6 @@ def test_what_wraps_the_capped_allocator_goes_on_without_a_cap(model: Model) -> 
     inner = setting.cp.cuda.get_allocator()
     setting.cp.cuda.set_allocator(lambda size: inner(size))
     array = setting.alloc(MIB)
-    assert applied.undo is not None
     applied.undo()
     array = setting.alloc(200 * MIB)
     other = setting.alloc(200 * MIB, 1)
@@ -1006,12 +996,11 @@ def test_a_second_budget_after_an_undo(model: Model) -> None:
     setting = model()
     first = setting.apply(32 * MIB)
     setting.fill()
-    assert first.undo is not None
     first.undo()
     again = CuPy(setting.host)
-    second = again.apply({setting.first.uuid: 64 * MIB}, {})
+    second = apply_caps(again, {setting.first.uuid: 64 * MIB})
     setting.fill()
-    assert setting.taken() == 64 * MIB and second.undo is not None
+    assert setting.taken() == 64 * MIB
     second.undo()
     assert setting.limit() == 0
 

@@ -232,7 +232,7 @@ def test_a_copy_into_memory_that_pycuda_hands_out_again_comes_after_its_former_w
     world: Any, monkeypatch: pytest.MonkeyPatch, producer: str, former: str, named: str | None
 ) -> None:
     """PyCUDA's pool hands a block out while a kernel still uses it: on the default stream, or on one aside of it."""
-    monkeypatch.setattr("memguard._frameworks.pycuda.arrays.may_be_aside", lambda: former != "default")
+    monkeypatch.setattr("memguard._frameworks.pycuda.arrays.may_use_non_blocking_streams", lambda: former != "default")
     driver, side = world.driver, world.driver.stream()
     world.own["pycuda"] = 1 if former == "default" else driver.stream()
     x = world.array(producer)

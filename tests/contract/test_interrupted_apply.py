@@ -1,11 +1,10 @@
-"""Ctrl-C at any point of an adapter's `apply` or of its undo: `changes`, or the undo again, takes back what is left."""
+"""Ctrl-C at any point of an adapter's `apply` or of its undo: running the undo steps takes back what is left."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -14,13 +13,10 @@ import test_cupy_model
 import test_numba_model
 import test_pycuda_model
 import test_rmm_model
+from support.interrupted import interrupt_at_each_point
 
 from memguard._frameworks.rmm import resource
 
-_spec = importlib.util.spec_from_file_location("interruptions", Path(__file__).parents[1] / "unit" / "interruptions.py")
-assert _spec is not None and _spec.loader is not None
-interruptions = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(interruptions)
 pycuda_model, numba_model, cupy_model = test_pycuda_model.model, test_numba_model.model, test_cupy_model.model
 rmm_model = test_rmm_model.model
 
@@ -54,53 +50,22 @@ def rmm_state() -> tuple[object, ...]:
     return resources, dict(resource._limits), cupy.cuda.get_allocator(), cupy.cuda.set_allocator
 
 
-def attempts(make: Callable[[], Any], state: Callable[[], object], caps: int) -> int:
-    """Interrupt `apply`, and then the undo, at each point."""
-
-    def apply(setting: Any) -> Any:
-        return setting.framework.apply({gpu.uuid: caps for gpu in setting.host.devices()}, {})
-
-    before = state()
-    apply(make()).undo()  # what is done once only
-    setting = make()
-    counted = interruptions.Points()
-    applied = counted.run(lambda: apply(setting))
-    assert state() != before
-    undone = interruptions.Points()
-    undone.run(applied.undo)
-    assert state() == before
-    for at in range(1, counted.count + 1):
-        setting, points = make(), interruptions.Points(at)
-        with pytest.raises(KeyboardInterrupt):
-            points.run(lambda setting=setting: apply(setting))
-        setting.framework.changes.run()
-        assert state() == before, f"apply, {points.place}"
-    for at in range(1, undone.count + 1):
-        setting, points = make(), interruptions.Points(at)
-        applied = apply(setting)
-        with pytest.raises(KeyboardInterrupt):
-            points.run(applied.undo)
-        applied.undo()
-        assert state() == before, f"undo, {points.place}"
-    return int(counted.count + undone.count)
-
-
 def test_pycuda(pycuda_model: Callable[..., Any]) -> None:
     importlib.import_module("pycuda.driver")
-    assert attempts(pycuda_model, pycuda_state, 1 << 26) > 20
+    assert interrupt_at_each_point(lambda: pycuda_model().framework, pycuda_state) > 20
 
 
 def test_numba(numba_model: Callable[..., Any]) -> None:
     importlib.import_module("numba.cuda.cudadrv.driver")
-    assert attempts(numba_model, numba_state, 1 << 26) > 5
+    assert interrupt_at_each_point(lambda: numba_model().framework, numba_state) > 5
 
 
 def test_cupy(cupy_model: Callable[..., Any]) -> None:
     importlib.import_module("cupy")
-    assert attempts(cupy_model, cupy_state, 1 << 26) > 10
+    assert interrupt_at_each_point(lambda: cupy_model().framework, cupy_state) > 10
 
 
 def test_rmm(rmm_model: Callable[..., Any]) -> None:
     """Both GPUs are limited through RMM, which is CuPy's allocator: no GPU stays limited."""
     rmm_model()
-    assert attempts(rmm_model, rmm_state, 1 << 26) > 20
+    assert interrupt_at_each_point(lambda: rmm_model().framework, rmm_state) > 20

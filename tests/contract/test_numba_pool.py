@@ -274,7 +274,7 @@ def test_the_work_of_a_stream_that_was_destroyed_is_waited_for(
 ) -> None:
     """The model's legacy stream does not wait for it. The control does without the mark that is made at the end."""
     if not marked:
-        monkeypatch.setattr(watch.ended, "under_way", list)
+        monkeypatch.setattr(watch.ended, "unfinished", list)
     array, stream = setting.cuda.device_array(4 * MIB), setting.cuda.stream()
     work, where = setting.cuda.launch(array, stream), address(array)
     del array, stream
@@ -285,7 +285,7 @@ def test_the_work_of_a_stream_that_was_destroyed_is_waited_for(
     setting.driver.gpu.finish(work)
     flush(setting)
     assert where in [address(setting.cuda.device_array(4 * MIB)) for _ in range(2)]
-    assert watch.ended.under_way() == [] or not marked
+    assert watch.ended.unfinished() == [] or not marked
 
 
 @pytest.mark.parametrize("streams_made", [0, 1])
@@ -377,7 +377,7 @@ def test_a_kernel_of_another_gpu_may_read_it(model: Model) -> None:
 
 @pytest.mark.parametrize("own", [0, 1], ids=["no stream", "own stream"])
 def test_a_capture_on_another_thread_is_not_ended(setting: Setting, own: int) -> None:
-    """The model's `Mark` and `quiet` fail where an event or a question would end a capture."""
+    """The model's `Mark` and `quick_idle` fail where an event or a question would end a capture."""
     kept = [setting.cuda.stream() for _ in range(own)]
     stream = setting.driver.gpu.stream(blocking=True)
     setting.driver.gpu.captures.add(stream)
@@ -506,7 +506,6 @@ def test_everything_goes_back_to_the_driver(setting: Setting, end: str) -> None:
 def test_after_a_budget_nobody_watched_the_streams_so_the_next_one_pools_nothing(model: Model) -> None:
     setting = model("h200")
     applied = setting.apply(64 * MIB)
-    assert applied.undo is not None
     applied.undo()
     setting.framework = Numba(setting.host)
     setting.apply(64 * MIB)
@@ -561,7 +560,7 @@ def test_a_mark_that_fails_leaves_the_blocks_to_the_driver(
         monkeypatch.setattr(setting.driver.Mark, "passed", failing)
         assert kept is not None
     else:
-        monkeypatch.setattr(streams, "quiet", failing)
+        monkeypatch.setattr(streams, "quick_idle", failing)
     arrays = [setting.cuda.device_array(8 * MIB) for _ in range(8)]
     where = {address(array) for array in arrays[:1]}
     arrays.clear()
@@ -844,7 +843,7 @@ def test_a_reset_gives_back_what_is_pending_at_once(setting: Setting, deferred: 
     with setting.cuda.current_context().defer_cleanup() if deferred else contextlib.nullcontext():
         live.pop()
         held.reset()
-        assert setting.taken() == 0 and len(given) == 3 and held not in held.bank.members and held.bank.single
+        assert setting.taken() == 0 and len(given) == 3 and held not in held.group.members and held.group.single
     live.clear()
     flush(setting)
     assert len(given) == 3 and setting.usage().held == 0 and setting.usage().in_use == 0
@@ -875,7 +874,7 @@ def test_what_a_refused_request_gives_back_ends_no_capture_of_another_thread(
         yield
         inside.pop()
 
-    monkeypatch.setattr(contexts, "beside_captures", beside)
+    monkeypatch.setattr(contexts, "capture_safe", beside)
     free = setting.driver.driver.cuMemFree
     monkeypatch.setattr(setting.driver.driver, "cuMemFree", lambda at: (seen.append(bool(inside)), free(at))[1])
     arrays = [setting.cuda.device_array(16 * MIB) for _ in range(4)]

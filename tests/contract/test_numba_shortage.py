@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import short
 from short import PAGE, filled, refusals, two_at_once
-from test_interrupted_apply import interruptions
+from support.interrupted import interruptions
 from test_numba_model import Model, Setting, model
 from test_numba_pool import flush, manager
 
@@ -39,7 +39,7 @@ def setting(model: Model) -> Setting:
 
 def shortages(setting: Setting, serve: Callable[[Shortage], bool]) -> list[Shortage]:
     """What is asked for from now on; `serve` answers, without the lock of the GPU's count."""
-    return short.shortages(setting, serve, lambda setting: not manager(setting).bank.lock._is_owned())
+    return short.shortages(setting, serve, lambda setting: not manager(setting).group.lock._is_owned())
 
 
 def cap(setting: Setting, size: int) -> None:
@@ -92,7 +92,7 @@ def test_within_another_call_that_has_the_lock_nobody_is_asked(setting: Setting)
     """As a finalizer or a signal handler is, which comes into an allocation on the same thread."""
     asked: list[Shortage] = []
     setting.framework.on_shortage = lambda shortage: bool(asked.append(shortage)) or True
-    with manager(setting).bank.lock:
+    with manager(setting).group.lock:
         setting.refused(CAP + 1)
     assert asked == []
 
@@ -146,7 +146,7 @@ def test_enough_goes_and_little_more_and_the_books_stay_right(setting: Setting, 
         before, needed = setting.usage(), dice.choice([1, PAGE, 7 * MIB, dice.randint(1, 64 * MIB)])
         idle = {block.address: block.size for block in manager(setting).figures._resting}
         taken, unpooled = setting.taken(), not manager(setting).pooling
-        setting.framework.give_back(setting.gpu, needed)
+        setting.framework.trim_partly(setting.gpu, needed)
         got, after = taken - setting.taken(), setting.usage()
         left = {block.address for block in manager(setting).figures._resting}
         gone = [round_up(size) for address, size in idle.items() if address not in left]
@@ -163,7 +163,7 @@ def test_enough_goes_and_little_more_and_the_books_stay_right(setting: Setting, 
 def test_the_rest_of_the_blocks_go_on_serving(setting: Setting) -> None:
     arrays = [setting.cuda.device_array(8 * MIB) for _ in range(4)]
     arrays.clear()
-    setting.framework.give_back(setting.gpu, 9 * MIB)
+    setting.framework.trim_partly(setting.gpu, 9 * MIB)
     assert setting.taken() == 16 * MIB == setting.usage().reclaimable
     taken = setting.driver.driver.cuMemAlloc
     setting.driver.driver.cuMemAlloc = None
@@ -177,7 +177,7 @@ def test_flushing_what_is_pending_may_be_enough(setting: Setting) -> None:
     assert exported.gpu_data.handle  # somebody else knows its address: it is not pooled
     pooled = setting.cuda.device_array(8 * MIB)
     del exported, pooled
-    setting.framework.give_back(setting.gpu, 8 * MIB)
+    setting.framework.trim_partly(setting.gpu, 8 * MIB)
     assert setting.taken() == 8 * MIB == setting.usage().reclaimable
 
 
@@ -193,13 +193,13 @@ def test_a_ctrl_c_anywhere_leaves_the_books_right(
         in_use = setting.usage().in_use
         point = interruptions.Points(at)
         with contextlib.suppress(KeyboardInterrupt):
-            point.run(lambda: setting.framework.give_back(setting.gpu, needed))
+            point.run(lambda: setting.framework.trim_partly(setting.gpu, needed))
         if not point.place:
             break
         usage = setting.usage()
         if usage.held != setting.taken() or usage.in_use != in_use:
             wrong.append(f"{point.place}: {usage}, taken {setting.taken()}, in use before {in_use}")
-        if manager(setting).bank.lock._is_owned():
+        if manager(setting).group.lock._is_owned():
             wrong.append(f"{point.place}: the lock is held")
             break
         del arrays

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.capping import AppliedCaps, apply_caps
 
 from memguard import exchange
-from memguard._base.types import Applied, Usage
+from memguard._base.types import Usage
 from memguard._base.units import MIB
 from memguard._devices import contexts
 from memguard._devices.simulated import SimulatedHost
@@ -40,9 +41,9 @@ class Setting:
         self.framework = PyCUDA(self.host)
         self.gpu, self.other = self.host.devices()
 
-    def apply(self, **options: Any) -> Applied:
+    def apply(self, **options: Any) -> AppliedCaps:
         importlib.import_module("pycuda.driver")
-        return self.framework.apply({gpu.uuid: 64 * MIB for gpu in self.host.devices()}, options)
+        return apply_caps(self.framework, {gpu.uuid: 64 * MIB for gpu in self.host.devices()}, options)
 
     @property
     def drv(self) -> Any:
@@ -83,8 +84,8 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Iterator[Setting]:
     monkeypatch.setattr(contexts, "primary", primary)
     monkeypatch.setattr(contexts, "current", lambda: here("ordinal"))
     monkeypatch.setattr(contexts, "current_handle", lambda: here("handle"))
-    monkeypatch.setattr(pycuda_contexts, "_threads", pycuda_contexts._Threads())
-    monkeypatch.setattr(pycuda_contexts, "_kept", {})
+    monkeypatch.setattr(pycuda_contexts, "_per_thread", pycuda_contexts._PerThread())
+    monkeypatch.setattr(pycuda_contexts, "_keepalive", {})
     yield Setting()
     gc.collect()
     driver_pages.slabs.clear()
@@ -132,9 +133,7 @@ def test_autoinit_and_make_context_are_served_by_the_primary_context(setting: Se
     setting.apply(**options)
     made = importlib.import_module("pycuda.autoinit").context
     assert made.primary and setting.drv.Device(0).make_context().handle == made.handle
-    assert (
-        setting.drv.gpus[0].contexts == 1 and second_contexts.beside(0, setting.framework.contexts(setting.gpu)) == {}
-    )
+    assert setting.drv.gpus[0].contexts == 1 and second_contexts.find(0, setting.framework.contexts(setting.gpu)) == {}
 
 
 def test_a_budget_may_leave_make_context_alone(setting: Setting) -> None:
@@ -149,7 +148,6 @@ def test_a_budget_may_leave_make_context_alone(setting: Setting) -> None:
     with pytest.raises(setting.drv.MemoryError):
         setting.drv.mem_alloc(60 * MIB)
     del array
-    assert applied.undo is not None
     applied.undo()
     assert setting.drv.Device.make_context is raw
 
@@ -181,8 +179,8 @@ def test_a_pool_whose_context_was_destroyed_is_not_used_for_another_with_its_han
     usage = setting.framework.usage(setting.gpu)
     assert usage is not None and usage.in_use == 8 * MIB and (usage.held or 0) <= 12 * MIB, old
     del again
-    (dead,) = pycuda_file._kept
-    pycuda_file._kept.clear()
+    (dead,) = pycuda_file._never_freed
+    pycuda_file._never_freed.clear()
     dead.own._blocks.free.clear()  # its end would give back what is not there
 
 
@@ -190,20 +188,20 @@ def test_a_pool_whose_context_was_destroyed_is_not_used_for_another_with_its_han
 
 
 def test_contexts_beside_the_primary_one_are_found_with_who_made_them(setting: Setting) -> None:
-    assert second_contexts.beside(0) == {}, "nothing is there, and nothing is imported"
+    assert second_contexts.find(0) == {}, "nothing is there, and nothing is imported"
     setting.drv.init()
     own = setting.drv.Device(0).make_context()
-    assert second_contexts.beside(0) == {}, "the first of any kind is no second one"
+    assert second_contexts.find(0) == {}, "the first of any kind is no second one"
     setting.primary()
-    assert second_contexts.beside(0) == {own.handle: "PyCUDA"} and second_contexts.beside(1) == {}
+    assert second_contexts.find(0) == {own.handle: "PyCUDA"} and second_contexts.find(1) == {}
     own.pop()
-    assert second_contexts.beside(0) == {}, "on no stack, it cannot be seen"
-    assert second_contexts.beside(0, [own.handle]) == {own.handle: "PyCUDA"}, "but for what it holds"
+    assert second_contexts.find(0) == {}, "on no stack, it cannot be seen"
+    assert second_contexts.find(0, [own.handle]) == {own.handle: "PyCUDA"}, "but for what it holds"
     made = importlib.import_module("pycuda.autoinit").context
     setting.primary(1)
     made.pop()
-    assert second_contexts.beside(0, [own.handle]) == {own.handle: "PyCUDA", made.handle: "pycuda.autoinit"}
-    assert second_contexts.beside(1) == {}
+    assert second_contexts.find(0, [own.handle]) == {own.handle: "PyCUDA", made.handle: "pycuda.autoinit"}
+    assert second_contexts.find(1) == {}
     assert setting.left == {}, "looking leaves every stack as it was"
 
 
@@ -211,11 +209,11 @@ def test_a_context_of_somebody_else_on_this_thread_is_found(setting: Setting, mo
     primary = setting.primary()
     monkeypatch.setattr(contexts, "current", lambda: 0)
     monkeypatch.setattr(contexts, "current_handle", lambda: 4711)
-    assert second_contexts.beside(0) == {4711: "unknown"} and second_contexts.beside(1) == {}
+    assert second_contexts.find(0) == {4711: "unknown"} and second_contexts.find(1) == {}
     setting.primary(1)
-    assert second_contexts.beside(1) == {}, "it is on the other GPU"
+    assert second_contexts.find(1) == {}, "it is on the other GPU"
     monkeypatch.setattr(contexts, "current_handle", lambda: primary.handle)
-    assert second_contexts.beside(0) == {}
+    assert second_contexts.find(0) == {}
 
 
 def test_a_primary_context_that_was_made_anew_is_no_second_one(
@@ -226,7 +224,7 @@ def test_a_primary_context_that_was_made_anew_is_no_second_one(
     monkeypatch.setattr(contexts, "primary_now", lambda ordinal: 4711)
     monkeypatch.setattr(contexts, "current", lambda: 0)
     monkeypatch.setattr(contexts, "current_handle", lambda: 4711)
-    assert second_contexts.beside(0) == {}
+    assert second_contexts.find(0) == {}
 
 
 @pytest.mark.parametrize("way", ["current", "pushed", "pool", "autoinit", "a new primary one"])
@@ -241,7 +239,7 @@ def test_a_context_is_found_however_it_comes_although_the_primary_one_is_known(
     monkeypatch.setattr(contexts, "current", lambda: 0)
     monkeypatch.setattr(contexts, "current_handle", lambda: primary.handle)
     for known in ([], [primary.handle]):
-        assert second_contexts.beside(0, known) == {} and not asked
+        assert second_contexts.find(0, known) == {} and not asked
     pools: list[int] = []
     expected = {4711: "PyCUDA"}
     if way in ("current", "a new primary one"):
@@ -259,7 +257,7 @@ def test_a_context_is_found_however_it_comes_although_the_primary_one_is_known(
     if way == "a new primary one":
         monkeypatch.setattr(contexts, "primary_now", lambda ordinal: asked.append(ordinal) or 4711)
         expected = {}
-    assert second_contexts.beside(0, pools) == expected and asked == [0]
+    assert second_contexts.find(0, pools) == expected and asked == [0]
 
 
 def test_looking_never_raises(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +268,7 @@ def test_looking_never_raises(setting: Setting, monkeypatch: pytest.MonkeyPatch)
 
     for name in ("current_handle", "primary"):
         monkeypatch.setattr(contexts, name, lost)
-        assert second_contexts.beside(0) == {}
+        assert second_contexts.find(0) == {}
 
 
 def test_pools_tell_the_contexts_that_they_are_in(setting: Setting) -> None:
@@ -517,5 +515,5 @@ def test_the_pool_of_a_destroyed_context_is_off_the_books(setting: Setting, monk
     setting.drv.gpus[0].clear()
     usage = setting.framework.usage(setting.gpu)
     assert usage is None or not usage.held
-    assert second_contexts.beside(0, setting.framework.contexts(setting.gpu)) == {}
-    pycuda_file._kept.clear()  # here and not at the interpreter's end
+    assert second_contexts.find(0, setting.framework.contexts(setting.gpu)) == {}
+    pycuda_file._never_freed.clear()  # here and not at the interpreter's end

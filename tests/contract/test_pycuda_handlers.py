@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 import pytest
-from test_interrupted_apply import interruptions
+from support.interrupted import interruptions
 from test_pycuda_model import Model, Setting, model  # noqa: F401 (a fixture)
 
 from memguard._base.units import MIB

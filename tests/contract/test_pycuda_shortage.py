@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import short
 from short import PAGE, filled, refusals, two_at_once
-from test_interrupted_apply import interruptions
+from support.interrupted import interruptions
 from test_pycuda_model import Model, Setting, model  # noqa: F401 (a fixture)
 from test_pycuda_oracle import Program
 
@@ -88,7 +88,11 @@ def test_a_request_above_its_cap_is_served_once_the_cap_is_raised(setting: Setti
     assert refusals(setting) == [] and 1 <= len(asked) <= 3
     first = asked[0]
     assert (first.framework, first.uuid, first.full) == ("pycuda", setting.gpu.uuid, False)
-    assert first.asked >= CAP and first.needed % PAGE == 0 and first.asked <= first.needed < first.asked * 1.07 + PAGE
+    assert (
+        first.requested >= CAP
+        and first.needed % PAGE == 0
+        and first.requested <= first.needed < first.requested * 1.07 + PAGE
+    )
     assert setting.usage().held == setting.taken
 
 
@@ -215,7 +219,7 @@ class Giving(Program):
         before, idle, all_idle, in_use = self.card.taken, self.idle(), self.idle_bytes(), self.in_use()
         pools = [pool for pool, made_in in self.all_pools() if made_in is here]
         there = sum(1 for pool, _ in self.all_pools() if pool.managed_bytes)
-        self.setting.framework.give_back(self.setting.gpu, needed)
+        self.setting.framework.trim_partly(self.setting.gpu, needed)
         got, gone = before - self.card.taken, {address: idle[address] for address in idle.keys() - self.idle().keys()}
         if len(pools) == len(self.all_pools()):
             assert got >= min(needed, all_idle - PAGE * there), (got, needed, all_idle)
@@ -247,7 +251,7 @@ def test_the_rest_of_the_blocks_go_on_serving(setting: Setting) -> None:
     blocks.clear()
     peak = setting.usage().peak
     before = setting.taken
-    setting.framework.give_back(setting.gpu, 9 * MIB)
+    setting.framework.trim_partly(setting.gpu, 9 * MIB)
     assert before - setting.taken == round_up(8 * MIB + 1), "one block, in its bin"
     setting.drv.counters["free_held"], taken = 0, setting.taken
     blocks = [setting.drv.mem_alloc(8 * MIB) for _ in range(3)]
@@ -270,8 +274,8 @@ class Blocks:
         arrays = [way(size) for size in (8 * MIB, 3 * MIB, 3 * MIB, 700_000, 700_000, 1000) for way in ways]
         self.live = [arrays[2], arrays[-1]]
 
-    def give_back(self, needed: int) -> None:
-        self.setting.framework.give_back(self.setting.gpu, needed)
+    def trim_partly(self, needed: int) -> None:
+        self.setting.framework.trim_partly(self.setting.gpu, needed)
 
 
 @pytest.mark.parametrize("needed", [2 * MIB, 9 * MIB, GIB])
@@ -288,7 +292,7 @@ def test_whoever_comes_in_between_finds_true_figures(setting: Setting, needed: i
 
     while True:
         point = interruptions.Points(at, look)
-        point.run(lambda: blocks.give_back(needed))
+        point.run(lambda: blocks.trim_partly(needed))
         if not point.place:
             break
         usage = setting.usage()
@@ -315,7 +319,7 @@ def test_a_ctrl_c_anywhere_leaves_the_books_right(setting: Setting, needed: int,
 
         def work(point: Any = point) -> None:
             with contextlib.suppress(KeyboardInterrupt):
-                point.run(lambda: blocks.give_back(needed))
+                point.run(lambda: blocks.trim_partly(needed))
 
         on_another_thread(work) if elsewhere else work()
         if not point.place:
@@ -342,7 +346,7 @@ def test_on_a_thread_without_a_context_memguards_pool_gives_back_in_its_own(sett
     kept = blocks.pop()
     blocks.clear()
     before = setting.taken
-    on_another_thread(lambda: setting.framework.give_back(setting.gpu, 3 * MIB))
+    on_another_thread(lambda: setting.framework.trim_partly(setting.gpu, 3 * MIB))
     assert before - setting.taken == round_up(8 * MIB + 1) and setting.drv.counters["leaked"] == 0
     assert setting.drv._stacks.keys() == {threading.get_ident()}, "the context was popped"
     assert setting.usage().held == setting.taken and kept is not None
@@ -354,7 +358,7 @@ def test_a_pool_of_the_users_gives_back_with_its_next_request_on_its_own_thread(
         blocks = [pool.allocate(8 * MIB) for _ in range(3)]
         blocks.clear()
     before = setting.taken
-    on_another_thread(lambda: setting.framework.give_back(setting.gpu, 3 * MIB))
+    on_another_thread(lambda: setting.framework.trim_partly(setting.gpu, 3 * MIB))
     assert setting.taken == before == setting.usage().held, "nothing: it would leak"
     block = pool.allocate(8 * MIB)
     assert before - setting.taken == round_up(8 * MIB + 1), "one of the two that idle"

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.capping import AppliedCaps, apply_caps
 from support.drifts import drifts
 
-from memguard._base.types import Applied, Enforcement, State, Usage
+from memguard._base.types import Enforcement, State, Usage
 from memguard._base.undo import Undo
 from memguard._base.units import MIB
 from memguard._devices.simulated import SimulatedHost
@@ -47,8 +48,8 @@ class Setting:
     def caps(self, first: int = 64 * MIB, second: int = 24 * MIB) -> dict[str, int]:
         return {self.first.uuid: first, self.second.uuid: second}
 
-    def apply(self) -> Applied:
-        return self.framework.apply(self.caps(), {})
+    def apply(self) -> AppliedCaps:
+        return apply_caps(self.framework, self.caps())
 
     def resources(self) -> list[Any]:
         return [self.mr.get_per_device_resource(0), self.mr.get_per_device_resource(1)]
@@ -91,7 +92,7 @@ Model = Callable[[], Setting]
 def test_over_the_drivers_own_allocations_the_cap_holds_on_each_gpu(model: Model) -> None:
     setting = model()
     applied = setting.apply()
-    assert applied.enforcement is Enforcement.ENFORCED and applied.undo is not None
+    assert applied.enforcement is Enforcement.ENFORCED
     assert applied.notes == ("cupy: capped through RMM, which is its allocator; what it held before is not counted",)
     assert setting.cp.cuda.get_allocator() is setting.allocator and setting.framework.state() is State.LIVE
     assert setting.framework.usage(setting.first) == Usage(0, 0, 0)
@@ -142,7 +143,7 @@ def test_over_anything_else_it_is_watched_on_every_gpu(model: Model, kind: str, 
     setting.mr.set_per_device_resource(ordinal, getattr(setting.mr, kind)(setting.mr.CudaMemoryResource()))
     before = setting.resources()
     applied = setting.apply()
-    assert applied.enforcement is Enforcement.WATCHED and applied.undo is not None
+    assert applied.enforcement is Enforcement.WATCHED
     (note,) = applied.notes
     assert "watched: it has no cap" in note and f"RMM's {kind}, which may hold more" in note
     assert setting.resources() == before and rmm._limits == {}
@@ -167,13 +168,13 @@ def test_a_second_framework_shares_the_limit_of_the_first(model: Model) -> None:
     setting = model()
     first = setting.apply()
     limited = setting.resources()
-    limit, second = rmm.apply("torch", setting.caps(1024 * MIB), setting.ordinals, Undo())
-    assert second.enforcement is Enforcement.WATCHED and second.undo is not None
+    undo = Undo()
+    limit, second = rmm.apply("torch", setting.caps(1024 * MIB), setting.ordinals, undo)
+    assert second.enforcement is Enforcement.WATCHED
     assert second.notes == (WATCHED + "it shares RMM with cupy, whose cap holds for both together",)
     assert limit.usage(setting.first.uuid) == Usage(None, None) and setting.resources() == limited
-    second.undo()
+    undo.run()
     assert setting.resources() == limited, "the limit is the first one's"
-    assert first.undo is not None
     first.undo()
     _, again = rmm.apply("torch", setting.caps(), setting.ordinals, Undo())
     assert again.enforcement is Enforcement.ENFORCED, "nobody's limit is there any more"
@@ -196,7 +197,6 @@ def test_a_resource_that_is_replaced_is_told(model: Model, ordinal: int) -> None
     setting.mr.set_per_device_resource(ordinal, wrapped)
     assert setting.framework.drift() == [], "all of it still goes through the limit"
     setting.mr.set_per_device_resource(ordinal, limited[ordinal])
-    assert applied.undo is not None
     applied.undo()
     assert setting.framework.drift() == []
 
@@ -225,7 +225,7 @@ def test_capping_before_cuda_is_initialised_does_not_initialise_it(
     setting = model()
     setting.card.initialised, setting.card.asked = False, 0
     applied = setting.apply()
-    assert applied.enforcement is Enforcement.ENFORCED and applied.undo is not None
+    assert applied.enforcement is Enforcement.ENFORCED
     assert setting.card.asked == 0 and not setting.card.initialised
     assert [found.get_allocation_limit() for found in setting.resources()] == [64 * MIB, 24 * MIB]
     assert setting.framework.state() is State.IMPORTED and setting.framework.usage(setting.first) is None
@@ -262,7 +262,6 @@ def test_an_undo_restores_the_resources_while_arrays_live(model: Model) -> None:
     before = setting.resources()
     applied = setting.apply()
     array = setting.alloc(10 * MIB)
-    assert applied.undo is not None
     applied.undo()
     assert setting.resources() == before and rmm._limits == {}
     other = setting.alloc(100 * MIB)
@@ -277,7 +276,6 @@ def test_an_undo_says_where_the_limit_stays(model: Model) -> None:
     applied = setting.apply()
     wrapped = setting.mr.StatisticsResourceAdaptor(setting.resources()[1])
     setting.mr.set_per_device_resource(1, wrapped)
-    assert applied.undo is not None
     with pytest.raises(CapNotApplied) as caught:
         applied.undo()
     assert caught.value.reason == "RMM's resource was wrapped again after memguard.init, so its limit stays on cuda:1"

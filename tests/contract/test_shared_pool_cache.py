@@ -9,9 +9,8 @@ from test_cupy_model import model
 from test_cupy_pooled import FakePool, Joint
 
 from memguard import _budget
-from memguard._base.types import DeviceSample, Enforcement, FrameworkSample, MemoryInfo, Sample
+from memguard._base.types import POOL, DeviceSample, Enforcement, FrameworkSample, MemoryInfo, Sample
 from memguard._base.units import MIB
-from memguard._budget.shared_pool import POOL
 from memguard._devices import pools
 from memguard._guard.figures import FrameworkReclaimable
 from memguard._guard.guard import Guard
@@ -97,7 +96,7 @@ def test_a_request_outside_gets_as_much_of_the_pools_cache_as_it_needs(scene: Sc
     room = scene.guard.make_room("pycuda", 200 * MIB)
     assert not room.missing and TOTAL - scene.held >= 200 * MIB and live
     assert room.returned == {POOL: 256 * MIB - scene.held} and scene.held > 100 * MIB, "no more than it needs"
-    (event,) = scene.guard.moved()
+    (event,) = scene.guard.take_events()
     assert f"room for pycuda: {POOL} gave back" in event.text
 
 

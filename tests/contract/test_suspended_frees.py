@@ -36,7 +36,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(autouse=True)
 def on_the_gpus() -> Iterator[None]:
     yield
-    assert suspension.now is None and not suspension._later
+    assert suspension.now is None and not suspension._deferred
 
 
 def off() -> None:
@@ -45,7 +45,7 @@ def off() -> None:
 
 def on() -> None:
     suspension.now = None
-    suspension.catch_up()
+    suspension.run_deferred()
 
 
 def test_numba_frees_nothing_until_the_process_is_back(numba_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

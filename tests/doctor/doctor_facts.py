@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from memguard._tools.doctor.examine import examine
+from memguard._tools.doctor.examine import every, examine
 from memguard._tools.doctor.facts import Facts
 from memguard._tools.doctor.finding import Finding
 
@@ -52,6 +54,11 @@ def load(name: str) -> Facts:
 
 def findings(name: str) -> tuple[Finding, ...]:
     return examine(load(name))
+
+
+def of(facts: Facts, *modules: ModuleType) -> list[Finding]:
+    """What the checks of these modules find."""
+    return [finding for check in every() if inspect.getmodule(check.function) in modules for finding in check(facts)]
 
 
 def edited(name: str, changes: dict[str, Any]) -> Facts:

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doctor_facts import edited, findings, load
+from doctor_facts import edited, findings, load, of
 
-from memguard._base.findings import Name
 from memguard._base.units import GIB, MIB
-from memguard._tools.doctor.checks import devices, explanations, gpu_memory, probe_outcomes
-from memguard._tools.doctor.checks.architectures import runs_on
-from memguard._tools.doctor.checks.visible_devices import read
+from memguard._tools.doctor import derived
+from memguard._tools.doctor.checks import devices
+from memguard._tools.doctor.derived import runs_on
 from memguard._tools.doctor.facts import Facts, Process, Stage
 from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.visible_devices import parse
 
 A, B = "GPU-5e9d5907-fba4-86a2-0235-9eb4761e77be", "GPU-1c2f6a64-8d3b-4a9e-b7f0-6a41d9c0e5b2"
 
 
-def one(facts: str | Facts, name: Name) -> Finding:
-    every = findings(facts) if isinstance(facts, str) else [found for check in devices.CHECKS for found in check(facts)]
+def one(facts: str | Facts, name: str) -> Finding:
+    every = findings(facts) if isinstance(facts, str) else of(facts, devices)
     found = [finding for finding in every if finding.name == name]
     assert len(found) == 1
     return found[0]
@@ -53,19 +53,19 @@ def one(facts: str | Facts, name: Name) -> Finding:
     ],
 )
 def test_the_variable_is_read_as_cuda_reads_it(value: str, entries: tuple[str, ...], stopped_at: str, why: str) -> None:
-    found = read(value, 2, [A, B])
+    found = parse(value, 2, [A, B])
     assert (found.entries, found.stopped_at, found.why) == (entries, stopped_at, why)
 
 
 def test_nobody_knows_what_is_here_where_nvml_is_silent() -> None:
-    assert read("7", None, None).entries == ("7",)
-    assert read("GPU-00", None, None).entries == ("GPU-00",)
-    assert read("7", 4, None).why == "absent"
+    assert parse("7", None, None).entries == ("7",)
+    assert parse("GPU-00", None, None).entries == ("GPU-00",)
+    assert parse("7", 4, None).why == "absent"
 
 
 def test_device_files_say_how_many_gpus_there_are_where_nvml_does_not() -> None:
     facts = edited("visible-devices-absent.json", {"driver": {"nvml": {"error": "NVMLError_Unknown", "devices": None}}})
-    assert explanations.blocked_by(facts) == "visible-devices-unknown"
+    assert derived.blocked_by(facts) == "visible-devices-unknown"
     assert "export CUDA_VISIBLE_DEVICES=0" in one(facts, "visible-devices-unknown").remedy
 
 
@@ -113,7 +113,7 @@ def test_in_a_schedulers_job_cuda_counts_the_gpus_that_it_was_given() -> None:
 
 
 def test_an_order_in_a_schedulers_job_is_nobodys_doing() -> None:
-    assert list(devices.order(load("scheduler-job-of-the-last-gpu.json"))) == []
+    assert list(devices.device_order(load("scheduler-job-of-the-last-gpu.json"))) == []
 
 
 def test_where_cuda_shows_more_than_the_list_leaves_the_list_is_not_to_blame() -> None:
@@ -141,16 +141,16 @@ def test_an_order_by_uuids_is_what_was_asked_for() -> None:
 
 def test_an_order_of_gpus_that_nvml_does_not_show_is_not_guessed() -> None:
     facts = edited("device-order.json", {"driver": {"nvml": {"devices": []}}})
-    assert list(devices.order(facts)) == []
+    assert list(devices.device_order(facts)) == []
 
 
 def test_an_order_that_nobody_can_explain_is_not_told() -> None:
     facts = edited("device-order.json", {"environment": {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}})
-    assert list(devices.order(facts)) == []
+    assert list(devices.device_order(facts)) == []
     unknown = [{**device.model_dump(mode="json"), "uuid": "GPU-3"} for device in facts.driver.cuda.devices]
-    assert list(devices.order(edited("device-order.json", {"driver": {"cuda": {"devices": unknown}}}))) == []
+    assert list(devices.device_order(edited("device-order.json", {"driver": {"cuda": {"devices": unknown}}}))) == []
     first = facts.driver.cuda.devices[0].model_dump(mode="json")
-    assert list(devices.order(edited("device-order.json", {"driver": {"cuda": {"devices": [first]}}}))) == []
+    assert list(devices.device_order(edited("device-order.json", {"driver": {"cuda": {"devices": [first]}}}))) == []
 
 
 @pytest.mark.parametrize(
@@ -185,23 +185,23 @@ def test_code_that_is_missing_says_which_way_to_go() -> None:
     torch, cupy = (finding for finding in new if finding.name == "compute-capability")
     assert "usually a newer release" in torch.remedy
     assert cupy.subject == "cupy" and any("CUDA_ERROR_NO_BINARY_FOR_GPU" in line for line in cupy.evidence)
-    assert explanations.explained(load("capability-too-old.json"), "torch")
+    assert derived.explained(load("capability-too-old.json"), "torch")
 
 
 def test_what_was_computed_counts_for_more_than_a_list() -> None:
     facts = edited("healthy-h200.json", {"frameworks": {"torch": {"architectures": ["sm_50"]}}})
-    assert list(devices.capability(facts)) == []
+    assert list(devices.compute_capability(facts)) == []
 
 
 def test_a_build_for_other_gpus_than_nvidias_has_no_code_to_look_for() -> None:
     torch = {"gpu": False, "architectures": ["gfx90a"], "gpus": None, "probe": None}
-    assert list(devices.capability(edited("healthy-h200.json", {"frameworks": {"torch": torch}}))) == []
+    assert list(devices.compute_capability(edited("healthy-h200.json", {"frameworks": {"torch": torch}}))) == []
 
 
 def test_the_gpu_that_a_build_has_no_code_for_can_be_left_out() -> None:
     found = one("capability-of-the-second-gpu.json", "compute-capability")
     assert f"CUDA_VISIBLE_DEVICES={A}" in found.remedy
-    assert not explanations.explained(load("capability-of-the-second-gpu.json"), "torch")
+    assert not derived.explained(load("capability-of-the-second-gpu.json"), "torch")
 
 
 def test_mig_says_how_to_have_an_instance_and_how_to_be_rid_of_it() -> None:
@@ -238,7 +238,7 @@ def test_an_instance_that_is_gone_is_laid_on_the_variable_that_names_it() -> Non
     twice = edited("visible-devices-mig-gone.json", {"environment": {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-1"}})
     assert "twice" in one(twice, "visible-devices-none").cause
     unknown = edited("visible-devices-mig-gone.json", {"driver": {"cuda": {"init": "CUDA_ERROR_UNKNOWN"}}})
-    assert explanations.blocked_by(unknown) == "cuda-init-failed"
+    assert derived.blocked_by(unknown) == "cuda-init-failed"
 
 
 def test_a_divided_gpu_beside_a_whole_one_that_cuda_shows_is_no_finding() -> None:
@@ -252,14 +252,14 @@ def test_a_divided_gpu_beside_a_whole_one_that_cuda_shows_is_no_finding() -> Non
 def test_the_memory_of_a_divided_gpu_says_nothing_of_its_instances() -> None:
     card = load("card-filled.json").driver.nvml.devices[0].model_dump(mode="json")
     facts = edited("card-filled.json", {"driver": {"nvml": {"devices": [{**card, "mig": True}]}}})
-    assert list(devices.full(facts)) == []
+    assert list(devices.card_filled_by_others(facts)) == []
 
 
 def test_who_has_an_exclusive_gpu_is_named() -> None:
     found = one("compute-mode-taken.json", "compute-mode")
     assert "process 17575 uses it" in found.cause and "-c DEFAULT" in found.remedy
-    assert all(explanations.explained(load("compute-mode-taken.json"), name) for name in ("torch", "cupy", "jax"))
-    assert not explanations.explained(load("compute-mode-exclusive.json"), "torch")
+    assert all(derived.explained(load("compute-mode-taken.json"), name) for name in ("torch", "cupy", "jax"))
+    assert not derived.explained(load("compute-mode-exclusive.json"), "torch")
 
 
 def test_a_full_card_names_who_holds_it_and_who_found_no_room() -> None:
@@ -269,7 +269,7 @@ def test_a_full_card_names_who_holds_it_and_who_found_no_room() -> None:
     on_the_host = one(edited("card-filled.json", {"system": {"container": None}}), "card-filled")
     assert "end process 17575" in on_the_host.remedy
     assert all(name in found.cause for name in ("torch", "tensorflow", "jax", "cupy", "pycuda", "numba"))
-    assert all(explanations.explained(load("card-filled.json"), name) for name in load("card-filled.json").frameworks)
+    assert all(derived.explained(load("card-filled.json"), name) for name in load("card-filled.json").frameworks)
 
 
 def test_holders_that_cannot_be_seen_are_not_made_up() -> None:
@@ -290,8 +290,8 @@ def test_in_a_container_nobody_is_told_to_end_a_process_of_another_numbering(kin
 def test_what_the_calling_process_holds_is_not_laid_on_others(own: int | None) -> None:
     # In JSON's merge patch a null takes an entry away: None has to come in otherwise.
     facts = load("card-filled-by-oneself.json").model_copy(update={"process": Process(contexts={A: own})})
-    assert gpu_memory.held_by_others(facts, facts.driver.nvml.devices[0]) == (None if own is None else 524288000)
-    assert list(devices.full(facts)) == [] and list(devices.full_of_itself(facts)) == []
+    assert derived.held_by_others(facts, facts.driver.nvml.devices[0]) == (None if own is None else 524288000)
+    assert list(devices.card_filled_by_others(facts)) == [] and list(devices.card_filled_by_caller(facts)) == []
 
 
 def test_where_it_cannot_be_said_whose_memory_it_is_nobody_is_named() -> None:
@@ -300,7 +300,7 @@ def test_where_it_cannot_be_said_whose_memory_it_is_nobody_is_named() -> None:
     assert found.severity is Severity.WARNING and "this process is on GPU 0" in found.cause
     assert "others" not in found.cause and not any("others" in line for line in found.evidence)
     assert "end process" not in found.remedy
-    assert explanations.explained(facts, "torch")
+    assert derived.explained(facts, "torch")
 
 
 def test_probes_that_found_no_room_beside_the_process_itself_are_not_told_as_failures() -> None:
@@ -308,8 +308,8 @@ def test_probes_that_found_no_room_beside_the_process_itself_are_not_told_as_fai
     found = one(facts, "card-filled")
     assert "this process holds 130.37 GiB of GPU 0" in found.cause and "ran out of memory in the probe" in found.cause
     assert "`memguard doctor` in a shell" in found.remedy
-    assert all(explanations.explained(facts, name) for name in ("torch", "cupy"))
-    assert not gpu_memory.filled_by_others(facts)
+    assert all(derived.explained(facts, name) for name in ("torch", "cupy"))
+    assert not derived.filled_by_others(facts)
 
 
 def test_a_process_that_is_not_on_the_gpu_has_no_part_in_what_fills_it() -> None:
@@ -349,8 +349,8 @@ def _with(free: int, used: int, ran_out: bool) -> Facts:
 )
 def test_how_full_is_full(free: int, used: int, ran_out: bool, severities: list[str]) -> None:
     facts = _with(free, used, ran_out)
-    assert [str(finding.severity) for finding in devices.full(facts)] == severities
-    assert explanations.explained(facts, "torch") is (severities == ["error"])
+    assert [str(finding.severity) for finding in devices.card_filled_by_others(facts)] == severities
+    assert derived.explained(facts, "torch") is (severities == ["error"])
 
 
 def test_of_two_full_cards_the_probes_ran_out_of_the_first() -> None:
@@ -358,15 +358,18 @@ def test_of_two_full_cards_the_probes_ran_out_of_the_first() -> None:
     cards = [card, {**card, "index": 1, "uuid": B}]
     shown = [device.model_dump(mode="json") for device in load("two-gpus.json").driver.cuda.devices]
     facts = edited("card-filled.json", {"driver": {"cuda": {"devices": shown}, "nvml": {"devices": cards}}})
-    assert [(str(found.severity), found.subject) for found in devices.full(facts)] == [("error", A), ("warning", B)]
+    assert [(str(found.severity), found.subject) for found in devices.card_filled_by_others(facts)] == [
+        ("error", A),
+        ("warning", B),
+    ]
     facts = edited("card-filled.json", {"driver": {"cuda": {"devices": shown}, "nvml": {"devices": [cards[1]]}}})
-    assert [(str(found.severity), found.subject) for found in devices.full(facts)] == [("error", B)]
+    assert [(str(found.severity), found.subject) for found in devices.card_filled_by_others(facts)] == [("error", B)]
 
 
 def test_running_out_of_other_memory_is_not_a_full_card() -> None:
-    assert not probe_outcomes.out_of_memory(Stage(name="import", seconds=0.1, kind="builtins.MemoryError", error=""))
-    assert not probe_outcomes.out_of_memory(Stage(name="compute", seconds=0.1))
-    assert not probe_outcomes.out_of_memory(None)
+    assert not derived.out_of_memory(Stage(name="import", seconds=0.1, kind="builtins.MemoryError", error=""))
+    assert not derived.out_of_memory(Stage(name="compute", seconds=0.1))
+    assert not derived.out_of_memory(None)
 
 
 def test_peers_are_told_by_pair() -> None:
@@ -384,7 +387,5 @@ def test_peers_are_told_by_pair() -> None:
 
 def test_uuids_are_the_same_with_and_without_their_prefix() -> None:
     assert (
-        gpu_memory.same_gpu(A, A.removeprefix("GPU-"))
-        and gpu_memory.same_gpu(A.upper(), A)
-        and not gpu_memory.same_gpu("", "")
+        derived.same_gpu(A, A.removeprefix("GPU-")) and derived.same_gpu(A.upper(), A) and not derived.same_gpu("", "")
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doctor_facts import edited, load
+from doctor_facts import edited, load, of
 
-from memguard._tools.doctor.checks import build
+from memguard._tools.doctor.checks import build, failures, numpy
 from memguard._tools.doctor.facts import Facts
 
 
 def _names(facts: Facts) -> list[tuple[str, str]]:
-    return sorted((f.name, f.subject) for check in build.CHECKS for f in check(facts))
+    return sorted((f.name, f.subject) for f in of(facts, build, failures, numpy))
 
 
 def _of(framework: str, **changes: Any) -> Facts:
@@ -74,12 +74,12 @@ def test_both_of_jaxs_fractions_are_a_finding_of_memory() -> None:
     ],
 )
 def test_the_distribution_to_keep(names: list[str], keep: str) -> None:
-    assert build._keep(edited("healthy-h200.json", {}), names) == keep
+    assert build._distribution_to_keep(edited("healthy-h200.json", {}), names) == keep
 
 
 def test_the_newest_that_the_driver_can_is_kept() -> None:
     old = edited("healthy-h200.json", {"driver": {"cuda": {"version": 12040}}})
-    assert build._keep(old, ["cupy-cuda12x", "cupy-cuda13x"]) == "cupy-cuda12x"
+    assert build._distribution_to_keep(old, ["cupy-cuda12x", "cupy-cuda13x"]) == "cupy-cuda12x"
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_build_for_the_drivers_cuda(version: int, extra: str) -> None:
 )
 def test_a_crash_names_the_step_it_was_in(ended: list[str], step: str) -> None:
     stages = [{"name": name, "seconds": 1.0} for name in ended]
-    (found,) = build.probe_crashed(_of("torch", probe={"stages": stages, "signal": "SIGSEGV", "exit": None}))
+    (found,) = failures.probe_crashed(_of("torch", probe={"stages": stages, "signal": "SIGSEGV", "exit": None}))
     assert f"SIGSEGV, {step}" in found.cause
 
 
@@ -135,7 +135,7 @@ def test_an_exit_without_a_word_is_a_crash() -> None:
 
 
 def test_harmless_lines_are_no_evidence_of_a_hang() -> None:
-    (found,) = build.probe_hung(_of("tensorflow", probe={"hung": True, "exit": None}))
+    (found,) = failures.probe_hung(_of("tensorflow", probe={"hung": True, "exit": None}))
     assert not any("oneDNN" in line for line in found.evidence)
 
 
@@ -154,7 +154,7 @@ def test_a_compiler_that_cc_names_is_none_of_nvccs() -> None:
 
 
 def test_a_library_of_nobodys_is_named_as_missing() -> None:
-    (found,) = build.framework_fails(load("pycuda-without-opengl.json"))
+    (found,) = failures.framework_fails(load("pycuda-without-opengl.json"))
     assert found.cause == "pycuda 2026.1 fails in the step import: libGL.so.1 is missing"
     assert "apt-file search libGL.so.1" in found.remedy
 
@@ -167,7 +167,7 @@ def test_a_library_of_nobodys_is_named_as_missing() -> None:
     ],
 )
 def test_an_error_of_several_sentences_is_told_in_one(error: str, told: str) -> None:
-    (found,) = build.framework_fails(_failing("cupy", "compute", error))
+    (found,) = failures.framework_fails(_failing("cupy", "compute", error))
     assert found.cause == f"cupy 14.2.0 fails in the step compute: RuntimeError: {told}"
     assert error in found.evidence[0]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from doctor_facts import FILES, entry, findings, load
 
-from memguard._base.findings import NAMES
+from memguard._base.findings import names, page
 from memguard._tools.doctor.facts import Facts
 
 ROOT = Path(__file__).parents[2]
@@ -36,6 +36,7 @@ def test_a_finding_is_one_sentence_with_evidence_a_remedy_and_a_page(name: str) 
         assert not any("\n" in line for line in finding.evidence), finding
         assert finding.remedy.strip() == finding.remedy != "", finding
         assert (ROOT / finding.page).is_file(), finding.page
+        assert finding.severity in page(finding.name).severities, finding
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -69,5 +70,5 @@ def test_there_are_enough() -> None:
 
 def test_every_finding_has_a_file_that_provokes_it_and_a_page() -> None:
     expected = {name for file in FILES for name, _, _ in entry(file)["expected"]}
-    assert sorted(set(NAMES) - expected) == []
-    assert [name for name in NAMES if not (ROOT / "docs" / "doctor" / f"{name}.md").is_file()] == []
+    assert sorted(set(names()) - expected) == []
+    assert [name for name in names() if not (ROOT / "docs" / "doctor" / f"{name}.md").is_file()] == []

@@ -7,36 +7,44 @@ from pathlib import Path
 
 import pytest
 from doctor_facts import findings, load
+from support import doctor_index
 
-from memguard._base.findings import NAMES
+from memguard._base.findings import names, page
 from memguard._budget import parse
 from memguard._tools.doctor import DoctorReport, render
+from memguard._tools.doctor.examine import every
+from memguard._tools.doctor.finding import Severity
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "doctor"
 INDEX = (DOCS / "README.md").read_text(encoding="utf-8")
 
 
-def test_every_finding_has_a_page_and_every_page_a_finding() -> None:
-    assert {path.stem for path in DOCS.glob("*.md")} - {"README"} == set(NAMES)
+def test_every_check_has_its_pages_and_every_page_a_check() -> None:
+    found = {name for check in every() for name in check.names}
+    assert found == {path.stem for path in DOCS.glob("*.md")} - {"README"} == set(names())
 
 
-def test_the_index_has_every_finding_in_order_with_the_first_sentence_of_its_page() -> None:
-    rows = re.findall(r"^\| \[([a-z-]+)\]\(([a-z-]+)\.md\) \| (.+) \|$", INDEX, re.MULTILINE)
-    assert [name for name, _, _ in rows] == [link for _, link, _ in rows] == list(NAMES)
-    for name, _, says in rows:
-        first = re.search(
-            r"^\*\*(.+?)\*\*", (DOCS / f"{name}.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-        )
-        assert first is not None and says == " ".join(first[1].split()).rstrip("."), name
+def test_the_front_matter_of_a_page_has_its_title_severities_section_and_order() -> None:
+    pages = [page(name) for name in names()]
+    assert len({one.order for one in pages}) == len(pages), "no two at the same place"
+    for one in pages:
+        text = (DOCS / f"{one.name}.md").read_text(encoding="utf-8")
+        keys = re.match(r"---\ntitle: .+\nseverity: .+\nsection: .+\norder: \d+\n---\n\n# (.+)\n\n[^*]", text)
+        assert keys is not None and keys[1] == one.name
+        assert one.severities and set(one.severities) <= set(Severity), one.name
+        assert one.text.startswith(f"# {one.name}\n\n**{one.title}.** {one.severities[0].capitalize()}"), one.name
 
 
-@pytest.mark.parametrize("name", [*NAMES, "README"])
+def test_the_index_is_that_of_the_pages() -> None:
+    assert doctor_index.written(INDEX) == INDEX, "python tests/support/doctor_index.py"
+
+
+@pytest.mark.parametrize("name", [*names(), "README"])
 def test_links_lead_somewhere_and_lines_are_short(name: str) -> None:
     text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert target.startswith("http") or (DOCS / target).exists(), target
-    assert text.startswith(f"# {name}\n") or name == "README"
 
 
 def test_the_screen_in_the_index_is_what_is_really_printed() -> None:

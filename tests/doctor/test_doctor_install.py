@@ -8,8 +8,14 @@ import pytest
 from doctor_facts import edited, load
 
 from memguard._tools.doctor.checks import build
-from memguard._tools.doctor.checks.install import built_by_the_driver, libraries_for, maybe_conda, pytorch, with_cuda
 from memguard._tools.doctor.facts import Facts
+from memguard._tools.doctor.wording import (
+    install_libraries,
+    install_pytorch,
+    install_with_cuda,
+    match_driver,
+    may_be_conda,
+)
 
 INDEX = "https://download.pytorch.org/whl/"
 PREFIX = "/conda/envs/train"
@@ -34,12 +40,12 @@ def _facts(cuda: int = 13000, **framework: Any) -> Facts:
     ],
 )
 def test_pytorch_is_taken_away_before_the_build_for_the_cuda_is_installed(cuda: tuple[int, ...], index: str) -> None:
-    assert pytorch(cuda) == f"pip uninstall -y torch && pip install torch --index-url {INDEX}{index}"
+    assert install_pytorch(cuda) == f"pip uninstall -y torch && pip install torch --index-url {INDEX}{index}"
 
 
 @pytest.mark.parametrize("cuda", [(), (10, 2), (11, 4)])
 def test_no_build_of_pytorch_is_invented(cuda: tuple[int, ...]) -> None:
-    assert INDEX not in pytorch(cuda)
+    assert INDEX not in install_pytorch(cuda)
 
 
 def test_a_build_for_cpus_is_replaced_by_one_that_the_driver_runs() -> None:
@@ -50,7 +56,7 @@ def test_a_build_for_cpus_is_replaced_by_one_that_the_driver_runs() -> None:
 
 def test_a_broken_pytorch_is_replaced_by_one_for_the_same_cuda() -> None:
     facts = _facts(torch={"cuda": "12.8"})
-    assert libraries_for(facts, "torch", 12).endswith("cu128")
+    assert install_libraries(facts, "torch", 12).endswith("cu128")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,7 @@ def test_a_broken_pytorch_is_replaced_by_one_for_the_same_cuda() -> None:
 def test_cupy_has_its_libraries_in_pip_from_14_on(release: str, wanted: int, command: str) -> None:
     there = {"cupy-cuda13x": None, f"cupy-cuda{wanted}x": release}
     facts = _facts(cupy={"version": release, "distributions": there})
-    assert libraries_for(facts, "cupy", wanted, ["libnvrtc.so.12"]) == command
+    assert install_libraries(facts, "cupy", wanted, ["libnvrtc.so.12"]) == command
 
 
 @pytest.mark.parametrize(
@@ -82,8 +88,8 @@ def test_cupy_has_its_libraries_in_pip_from_14_on(release: str, wanted: int, com
 )
 def test_no_wheel_of_cupy_is_put_beside_another(there: dict[str, str], command: str) -> None:
     facts = _facts(cupy={"distributions": {"cupy-cuda13x": None, **there}})
-    assert libraries_for(facts, "cupy", 13) == command
-    assert with_cuda(facts, "cupy") == command.replace("==14.2.0", "")
+    assert install_libraries(facts, "cupy", 13) == command
+    assert install_with_cuda(facts, "cupy") == command.replace("==14.2.0", "")
 
 
 def _conda(framework: str, **more: Any) -> Facts:
@@ -99,9 +105,11 @@ def _conda(framework: str, **more: Any) -> Facts:
 
 def test_in_conda_the_libraries_are_condas() -> None:
     facts = _conda("cupy", distributions={"cupy": "14.2.0"})
-    command = libraries_for(facts, "cupy", 12, ["libcublas.so.12"])
+    command = install_libraries(facts, "cupy", 12, ["libcublas.so.12"])
     assert command.startswith("conda install -c conda-forge cupy cuda-version=12; where pip has installed cupy: pip ")
-    assert with_cuda(_conda("numba"), "numba").startswith("conda install -c conda-forge numba-cuda cuda-version=13; ")
+    assert install_with_cuda(_conda("numba"), "numba").startswith(
+        "conda install -c conda-forge numba-cuda cuda-version=13; "
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +124,7 @@ def test_in_conda_the_libraries_are_condas() -> None:
 )
 def test_what_pip_has_installed_is_none_of_condas(more: dict[str, Any]) -> None:
     facts = _conda("cupy", **more)
-    assert not maybe_conda(facts, facts.frameworks["cupy"])
+    assert not may_be_conda(facts, facts.frameworks["cupy"])
 
 
 @pytest.mark.parametrize(
@@ -132,9 +140,9 @@ def test_what_pip_has_installed_is_none_of_condas(more: dict[str, Any]) -> None:
     ],
 )
 def test_who_can_be_made_to_compile_for_an_older_driver(framework: str, cuda: int, says: str | None) -> None:
-    command = built_by_the_driver(_facts(cuda), framework)
+    command = match_driver(_facts(cuda), framework)
     assert (command is None) if says is None else says in (command or "")
 
 
 def test_a_cupy_before_14_takes_no_nvrtc_of_pip() -> None:
-    assert built_by_the_driver(_facts(cupy={"version": "13.6.0"}), "cupy") is None
+    assert match_driver(_facts(cupy={"version": "13.6.0"}), "cupy") is None

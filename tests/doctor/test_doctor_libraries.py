@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doctor_facts import edited
+from doctor_facts import edited, of
 
 from memguard._tools.doctor.checks import cudnn, import_order, libraries
-from memguard._tools.doctor.checks.cuda_libraries import cuda_libraries_not_opened, major, mapped, parse
-from memguard._tools.doctor.checks.install import pip_packages
+from memguard._tools.doctor.cuda_libraries import libraries_not_opened, major, parse
+from memguard._tools.doctor.derived import mapped
 from memguard._tools.doctor.facts import Facts
+from memguard._tools.doctor.wording import pip_packages
 
 WHEELS = "/venv/lib/python3.12/site-packages/nvidia"
 
@@ -78,7 +79,8 @@ def test_missing_libraries_are_cudas_only() -> None:
         "Could not load dynamic library 'libcufft.so.11'; dlerror: libcufft.so.11: cannot open shared object file",
         "Unable to load cuPTI. Is it installed?\nUnable to load frobnicator. Is it installed?",
     ]
-    assert cuda_libraries_not_opened(said) == ("libcublas.so.12", "libcufft.so.11", "libcupti.so")
+    cudas = [name for name in libraries_not_opened(said) if parse(name)]
+    assert cudas == ["libcublas.so.12", "libcufft.so.11", "libcupti.so"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_cudnn_needs_its_major_and_at_least_its_minor(built: str, loaded: str, o
 
 
 def _names(facts: Facts) -> list[tuple[str, str]]:
-    return sorted((f.name, f.subject) for check in libraries.CHECKS for f in check(facts))
+    return sorted((f.name, f.subject) for f in of(facts, libraries, cudnn, import_order))
 
 
 def _torch(**changes: Any) -> Facts:
@@ -129,7 +131,7 @@ def _torch(**changes: Any) -> Facts:
 
 
 def _with(*paths: str) -> Facts:
-    own = [file.path for file in mapped(edited("healthy-h200.json", {}).frameworks["torch"].probe.libraries)]  # type: ignore[union-attr]
+    own = [file.path for file in mapped(edited("healthy-h200.json", {}).frameworks["torch"].probe)]  # type: ignore[arg-type]
     return _torch(probe={"libraries": [*own, *paths]})
 
 
@@ -224,7 +226,7 @@ BROKEN = {"order": ["tensorflow", "torch"], "multiprocessors": {"torch": 1}, "pr
 )
 def test_import_order_is_as_bad_as_what_is_done(changes: dict[str, Any], severity: str) -> None:
     facts = edited("healthy-h200.json", {"together": [BROKEN], **changes})
-    assert [str(found.severity) for found in import_order.findings(facts)] == [severity]
+    assert [str(found.severity) for found in import_order.import_order(facts)] == [severity]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +241,7 @@ def test_import_order_is_as_bad_as_what_is_done(changes: dict[str, Any], severit
     ],
 )
 def test_no_import_order_without_proof(changes: dict[str, Any]) -> None:
-    assert list(import_order.findings(edited("healthy-h200.json", changes))) == []
+    assert list(import_order.import_order(edited("healthy-h200.json", changes))) == []
 
 
 CU12, CU13 = f"{WHEELS}/cublas/lib/libcublas.so.12", f"{WHEELS}/cu13/lib/libcublas.so.13"

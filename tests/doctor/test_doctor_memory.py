@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doctor_facts import edited, plain
+from doctor_facts import edited, of, plain
 
-from memguard._base.specs import SPECS
 from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.jax.adapter import JAX
+from memguard._frameworks.specs import SPECS
 from memguard._frameworks.tensorflow.adapter import TensorFlow
 from memguard._tools.doctor.checks import memory
 from memguard._tools.doctor.collect import this_process
@@ -26,7 +26,7 @@ HEALTHY = "healthy-h200.json"
 def found(changes: dict[str, Any], base: str = HEALTHY) -> list[Finding]:
     """What the checks of this module find."""
     facts = edited(base, changes)
-    return [finding for check in memory.CHECKS for finding in check(facts)]
+    return of(facts, memory)
 
 
 def only(name: str) -> Finding:
@@ -314,4 +314,4 @@ def test_a_full_card_is_told_once() -> None:
 
 
 def test_facts_that_say_nothing_have_no_finding() -> None:
-    assert [finding for check in memory.CHECKS for finding in check(Facts())] == []
+    assert of(Facts(), memory) == []

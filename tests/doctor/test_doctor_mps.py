@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from doctor_facts import edited, findings
 
-from memguard._tools.doctor.checks import mps
+from memguard._tools.doctor.checks import memory
 from memguard._tools.doctor.finding import Finding
 
 LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
@@ -16,7 +16,7 @@ BUDGET = {"source": "budget.yaml", "frameworks": ["torch"], "limits": {H200: 34 
 
 
 def found(value: str, **changes: Any) -> list[Finding]:
-    return list(mps.limit(edited("healthy-h200.json", {"environment": {LIMIT: value}, **changes})))
+    return list(memory.mps_limit(edited("healthy-h200.json", {"environment": {LIMIT: value}, **changes})))
 
 
 def test_a_limit_below_the_budget_is_named_with_both_sizes() -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doctor_facts import edited
+from doctor_facts import edited, of
 
 from memguard._tools.doctor.checks import suspending
 from memguard._tools.doctor.collect import gather
@@ -21,7 +21,7 @@ OLD = {"module": "550.54.15"}
 
 def found(base: str = "healthy-h200.json", **changes: Any) -> list[Finding]:
     facts = edited(base, {"budget": ASKED, **changes})
-    return [finding for check in suspending.CHECKS for finding in check(facts)]
+    return of(facts, suspending)
 
 
 def shown(**card: Any) -> dict[str, Any]:

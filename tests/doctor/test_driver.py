@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from doctor_facts import FILES, edited, findings, load, plain
+from doctor_facts import FILES, edited, findings, load, of, plain
 
-from memguard._base.findings import Name
-from memguard._tools.doctor.checks import driver, explanations, probe_outcomes, versions
+from memguard._tools.doctor import derived
+from memguard._tools.doctor.checks import driver, versions
 from memguard._tools.doctor.facts import Cuda, Driver, Facts, FrameworkFacts, NvmlFacts, Probe, Stage, System
 from memguard._tools.doctor.finding import Finding, Severity
 
@@ -14,7 +14,7 @@ NOTHING = "libcuda.so.1: cannot open shared object file: No such file or directo
 BUSY = "device-files-denied.json"
 
 
-def one(facts: str, name: Name) -> Finding:
+def one(facts: str, name: str) -> Finding:
     found = [finding for finding in findings(facts) if finding.name == name and finding.severity is not Severity.INFO]
     assert len(found) == 1
     return found[0]
@@ -23,22 +23,22 @@ def one(facts: str, name: Name) -> Finding:
 @pytest.mark.parametrize("name", FILES)
 def test_where_no_framework_can_have_a_gpu_one_error_says_why(name: str) -> None:
     facts = load(name)
-    blocked = explanations.blocked_by(facts)
-    of_the_machine = [finding.name for check in driver.CHECKS for finding in check(facts)]
-    assert explanations.no_gpu(facts) == (blocked is not None)
+    blocked = derived.blocked_by(facts)
+    of_the_machine = [finding.name for finding in of(facts, driver, versions)]
+    assert derived.no_gpu(facts) == (blocked is not None)
     if blocked is None:
         assert facts.driver.cuda.devices
         return
     errors = [finding.name for finding in findings(name) if finding.severity is Severity.ERROR]
     assert blocked in errors
     assert set(of_the_machine) <= {blocked}
-    assert all(explanations.explained(facts, framework) for framework in facts.frameworks)
+    assert all(derived.explained(facts, framework) for framework in facts.frameworks)
 
 
 def test_what_was_not_read_is_no_finding() -> None:
     facts = Facts(frameworks={"torch": FrameworkFacts(gpu=True, cuda="13.0")})
-    assert explanations.blocked_by(facts) is None
-    assert [finding for check in driver.CHECKS for finding in check(facts)] == []
+    assert derived.blocked_by(facts) is None
+    assert of(facts, driver, versions) == []
 
 
 def test_a_driver_that_is_absent_says_which_half() -> None:
@@ -58,7 +58,7 @@ def test_a_driver_that_is_absent_says_which_half() -> None:
 
 def test_a_container_is_not_told_to_install_a_driver() -> None:
     facts = load("driver-not-installed.json").model_copy(update={"system": System(container="docker")})
-    assert "--gpus all" in next(iter(driver.absent(facts))).remedy
+    assert "--gpus all" in next(iter(driver.driver_absent(facts))).remedy
 
 
 @pytest.mark.parametrize(
@@ -80,16 +80,16 @@ def test_each_kind_of_container_is_told_its_own_way(kind: str, words: str) -> No
 
 def test_capabilities_that_are_not_set_are_no_finding() -> None:
     facts = edited("container-without-utility.json", {"environment": {"NVIDIA_DRIVER_CAPABILITIES": None}})
-    assert [finding.name for check in driver.CHECKS for finding in check(facts)][-1:] == ["nvml-blocked"]
+    assert [finding.name for finding in of(facts, driver, versions)][-1:] == ["nvml-blocked"]
     facts = edited("container-without-utility.json", {"environment": {"NVIDIA_DRIVER_CAPABILITIES": "all"}})
     assert list(driver.container(facts)) == []
     facts = edited("container-without-compute.json", {"environment": {"NVIDIA_DRIVER_CAPABILITIES": "compute"}})
-    assert explanations.blocked_by(facts) == "driver-absent"
+    assert derived.blocked_by(facts) == "driver-absent"
 
 
 def test_nvml_that_refuses_for_a_reason_of_its_own_is_told_in_a_container_without_utility_too() -> None:
     facts = edited("container-without-utility.json", {"driver": {"nvml": {"error": "NVMLError_GpuIsLost"}}})
-    assert [finding.name for finding in driver.nvml(facts)] == ["nvml-blocked"]
+    assert [finding.name for finding in driver.nvml_blocked(facts)] == ["nvml-blocked"]
     assert list(driver.container(facts)) == []
 
 
@@ -104,7 +104,7 @@ def test_versions_are_named_where_they_differ() -> None:
 
 def test_the_module_and_libcuda_differing_alone_is_a_mismatch_where_cuda_fails() -> None:
     facts = edited("init-unknown-error.json", {"driver": {"module": "570.133.07"}})
-    assert explanations.blocked_by(facts) == "driver-mismatch"
+    assert derived.blocked_by(facts) == "driver-mismatch"
 
 
 def test_too_old_names_driver_cuda_frameworks_and_the_oldest_that_will_do() -> None:
@@ -128,16 +128,16 @@ def test_too_old_names_driver_cuda_frameworks_and_the_oldest_that_will_do() -> N
 )
 def test_a_major_decides(built: str | None, driver_has: int, old: bool) -> None:
     facts = Facts(driver=Driver(cuda=Cuda(version=driver_has)))
-    assert probe_outcomes.too_old(facts, FrameworkFacts(gpu=True, cuda=built)) is old
-    assert not probe_outcomes.too_old(facts, FrameworkFacts(gpu=False, cuda=built))
+    assert derived.too_old(facts, FrameworkFacts(gpu=True, cuda=built)) is old
+    assert not derived.too_old(facts, FrameworkFacts(gpu=False, cuda=built))
 
 
 def test_what_computes_is_not_too_old() -> None:
     """As with cuda-compat, whatever the numbers say."""
     works = Probe(stages=(Stage(name="compute", seconds=1.0),))
     facts = Facts(driver=Driver(cuda=Cuda(version=12020)))
-    assert not probe_outcomes.too_old(facts, FrameworkFacts(gpu=True, cuda="13.0", gpus=1, probe=works))
-    assert probe_outcomes.too_old(facts, FrameworkFacts(gpu=True, cuda="13.0", gpus=0, probe=works))
+    assert not derived.too_old(facts, FrameworkFacts(gpu=True, cuda="13.0", gpus=1, probe=works))
+    assert derived.too_old(facts, FrameworkFacts(gpu=True, cuda="13.0", gpus=0, probe=works))
 
 
 def test_the_minima_are_those_of_the_release_notes() -> None:
@@ -147,17 +147,19 @@ def test_the_minima_are_those_of_the_release_notes() -> None:
 def test_ptx_that_the_driver_does_not_know_names_the_package_of_its_cuda_where_one_can_be_chosen() -> None:
     found = one("ptx-newer-than-the-driver.json", "driver-minor-version")
     assert found.remedy == "update the NVIDIA driver" and found.subject == "numba"  # its compilers come as a set
-    assert explanations.explained(load("ptx-newer-than-the-driver.json"), "numba")
+    assert derived.explained(load("ptx-newer-than-the-driver.json"), "numba")
     failed = {"probe": {"stages": plain("ptx-newer-than-the-driver.json")["frameworks"]["numba"]["probe"]["stages"]}}
     for number, package in ((13000, "nvidia-cuda-nvrtc==13.0.*"), (12040, "nvidia-cuda-nvrtc-cu12==12.4.*")):
         changes = {"frameworks": {"numba": None, "cupy": failed}, "driver": {"cuda": {"version": number}}}
-        assert any(package in finding.remedy for finding in versions.minor(edited("healthy-h200.json", changes)))
+        assert any(
+            package in finding.remedy for finding in versions.driver_minor_version(edited("healthy-h200.json", changes))
+        )
 
 
 def test_an_older_compat_library_is_the_one_cause_of_all_that_it_makes_too_old() -> None:
     found = one("forward-compatibility-too-old.json", "forward-compatibility")
     assert "550.54.15" in found.cause and "too old for torch" in found.cause
-    assert explanations.explained(load("forward-compatibility-too-old.json"), "torch")
+    assert derived.explained(load("forward-compatibility-too-old.json"), "torch")
 
 
 def test_compat_on_a_gpu_that_it_is_not_for() -> None:
@@ -169,7 +171,7 @@ def test_compat_that_lies_about_and_is_not_loaded_is_no_finding() -> None:
     facts = edited(
         "healthy-h200.json", {"driver": {"cuda": {"candidates": ["/usr/local/cuda/compat/libcuda.so.550.54.15"]}}}
     )
-    assert list(versions.forward(facts)) == []
+    assert list(versions.forward_compatibility(facts)) == []
 
 
 @pytest.mark.parametrize(
@@ -200,24 +202,24 @@ def test_a_driver_that_could_not_be_asked_is_said_with_how_that_ended() -> None:
 def test_a_driver_that_could_not_be_asked_is_no_error_where_a_framework_computes() -> None:
     torch = load("healthy-h200.json").frameworks["torch"].model_dump(mode="json")
     facts = edited("survey-fails.json", {"frameworks": {"torch": torch}})
-    assert [finding.severity for finding in driver.initialisation(facts)] == [Severity.WARNING]
+    assert [finding.severity for finding in driver.cuda_init_failed(facts)] == [Severity.WARNING]
 
 
 def test_a_code_that_nobody_foresaw_is_named() -> None:
     facts = edited("init-unknown-error.json", {"driver": {"cuda": {"init": "CUDA_ERROR_NVLINK_UNCORRECTABLE"}}})
-    (found,) = driver.initialisation(facts)
+    (found,) = driver.cuda_init_failed(facts)
     assert "CUDA_ERROR_NVLINK_UNCORRECTABLE" in found.cause
 
 
 def test_a_stub_that_knows_no_names_of_errors_is_known_by_its_folder() -> None:
     facts = edited("stub-library.json", {"driver": {"cuda": {"init": "error 34"}}})
-    assert "stub" in next(iter(driver.initialisation(facts))).cause
+    assert "stub" in next(iter(driver.cuda_init_failed(facts))).cause
 
 
 def test_codes_that_name_their_cause_are_not_laid_on_device_files() -> None:
     """nvidia-uvm is made by the first process that initialises CUDA: where that fails early it is not there."""
     facts = edited("fabric-manager-not-started.json", {"driver": {"files": {"/dev/nvidia-uvm": None}}})
-    assert explanations.blocked_by(facts) == "cuda-init-failed"
+    assert derived.blocked_by(facts) == "cuda-init-failed"
 
 
 def test_device_files_say_what_is_wrong_with_which() -> None:
@@ -226,11 +228,11 @@ def test_device_files_say_what_is_wrong_with_which() -> None:
     assert "usermod" in one("device-files-denied.json", "device-files").remedy
     assert "--gpus all" in one("device-files-by-rule.json", "device-files").remedy
     facts = edited("device-files-denied.json", {"driver": {"files": dict.fromkeys(load(BUSY).driver.files)}})
-    (found,) = driver.files(facts)
+    (found,) = driver.device_files_unusable(facts)
     assert "/dev/nvidia0, /dev/nvidiactl and /dev/nvidia-uvm are missing" in found.cause
     assert "nvidia-modprobe" in found.remedy
 
 
 def test_nvml_is_no_finding_where_nothing_works() -> None:
     facts = Facts(driver=Driver(cuda=Cuda(error=NOTHING), nvml=NvmlFacts(error="NVMLError_LibraryNotFound")))
-    assert list(driver.nvml(facts)) == []
+    assert list(driver.nvml_blocked(facts)) == []

@@ -314,7 +314,7 @@ def state(dask_worker: Any) -> dict[str, Any]:
             sys.excepthook is sys.__excepthook__,
         ],
         "monitor": [one.name for one in threading.enumerate() if "memguard" in one.name],
-        "callbacks": len(session.callbacks) + len(session.watches),
+        "callbacks": len(session.event_callbacks) + len(session.sample_callbacks),
         "budget": runtime.this.session is not None,
         "plugins": sorted(dask_worker.plugins),
     }
@@ -382,7 +382,7 @@ def test_workers_that_are_threads_share_one_budget_which_the_last_one_ends(budge
         assert reporters() == [first, second]
         client.retire_workers([first])
         until(lambda: len(client.scheduler_info()["workers"]) == 1)
-        until(lambda: len(session.watches) == 1)  # the other has left
+        until(lambda: len(session.sample_callbacks) == 1)  # the other has left
         assert runtime.this.session is not None and module.error_message is not untouched
         client.unregister_worker_plugin("memguard")
         assert runtime.this.session is None and module.error_message is untouched
@@ -403,4 +403,4 @@ def test_a_worker_without_a_budget_says_so(budget: str, monkeypatch: pytest.Monk
         assert about["metrics"]["memguard_held"] == about["metrics"]["memguard_pressure"] == "no budget"
         assert client.submit(os.getpid).result(timeout=30) == os.getpid()
         client.unregister_worker_plugin("memguard")
-        assert not session.callbacks and not session.watches
+        assert not session.event_callbacks and not session.sample_callbacks

@@ -176,13 +176,13 @@ class Driver:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     driver = Driver()
     monkeypatch.setattr(contexts, "_initialised", driver)
-    monkeypatch.setattr(contexts, "lost", False)
+    monkeypatch.setattr(contexts, "unusable_after_fork", False)
     monkeypatch.setattr(contexts, "_primaries", {0: 77})
     monkeypatch.setattr(shared_memory, "_retained", {})
-    lifetimes.kept.clear()
+    lifetimes.held_for_processes.clear()
     before = len(os.listdir("/proc/self/fd"))
     yield driver
-    assert len(os.listdir("/proc/self/fd")) == before and not lifetimes.kept
+    assert len(os.listdir("/proc/self/fd")) == before and not lifetimes.held_for_processes
 
 
 def failing(cuda: Driver, work: Callable[[], Any]) -> list[str]:
@@ -305,7 +305,7 @@ def test_a_fork_of_a_process_with_cuda_cannot_attach(monkeypatch: pytest.MonkeyP
             return 3
 
     monkeypatch.setattr(contexts, "_initialised", None)
-    monkeypatch.setattr(contexts, "lost", True)
+    monkeypatch.setattr(contexts, "unusable_after_fork", True)
     monkeypatch.setattr(libcuda, "_library", Forked())
     with pytest.raises(DeviceError, match="forked"):
         shared_memory.ordinal(UUID)
@@ -344,12 +344,12 @@ def test_an_export_without_a_socket_or_a_thread_leaves_nothing(
         patch.setattr(server.tempfile, "mkdtemp", refused)
         with pytest.raises(CannotShare, match="no socket can be opened"):
             sharing.export(Holder())
-    assert exporting.nothing_held() and not lifetimes.kept
+    assert exporting.nothing_held() and not lifetimes.held_for_processes
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", lambda _: (_ for _ in ()).throw(RuntimeError("no thread")))
         with pytest.raises(RuntimeError, match="no thread"):
             sharing.export(Holder())
-    assert exporting.nothing_held() and not lifetimes.kept and not list(tmp_path.iterdir())
+    assert exporting.nothing_held() and not lifetimes.held_for_processes and not list(tmp_path.iterdir())
     sharing.export(Holder()).close()
     wait_for_the_thread()
     assert not list(tmp_path.iterdir())

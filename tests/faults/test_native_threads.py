@@ -15,11 +15,11 @@ BEGIN = """
 import ctypes, sys, time, types
 sys.modules["framework"] = types.ModuleType("framework")
 library = ctypes.CDLL("./native_thread.so.1")
-from memguard._frameworks.optional_modules import Gates, Native
+from memguard._frameworks.optional_modules import Gates, NativeThread
 from memguard._node.suspend.gates import gate, native_threads
 
 def table(thread=b"native_thread_of_a_test", live=True, every=0.05):
-    row = Native("native_thread.so", "cuStreamQuery", every, thread, lambda: live)
+    row = NativeThread("native_thread.so", "cuStreamQuery", every, thread, lambda: live)
     return Gates(hook="framework", waits=(), natives=(row,))
 
 def asks():

@@ -131,7 +131,7 @@ def test_no_library(run: Run, tmp_path: Path) -> None:
         """,
         library=tmp_path / "lib",
     )
-    without = '    or: try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
+    without = '    or: try it without a GPU: simulate="h200" (`memguard run --device h200`)'
     missing = '    or: go on without a GPU: missing_gpu="warn" (no budget) or missing_gpu="simulate", or set '
     missing += "MEMGUARD_DISABLE=1 or MEMGUARD_SIMULATE=h200"
     assert found["init"] == f"{found['text']}\n{without}\n{missing}"

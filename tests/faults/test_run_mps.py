@@ -110,7 +110,7 @@ def test_a_limit_that_would_not_hold_is_refused(start: Start, value: str, says: 
 def test_without_a_daemon_nothing_starts(start: Start, tmp_path: Path) -> None:
     (tmp_path / "p" / "control").unlink()
     done = start()
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 2 and done.stdout == ""
     assert "no MPS control daemon" in done.stderr and "nvidia-cuda-mps-control -d" in done.stderr
 
 
@@ -128,5 +128,5 @@ def test_a_gpu_that_mig_divides_is_refused(start: Start) -> None:
 
 def test_a_command_that_changes_which_gpus_it_sees_is_not_started(start: Start) -> None:
     done = start("env", f"CUDA_VISIBLE_DEVICES={UUIDS[1]}")
-    assert done.returncode == 1 and done.stdout == ""
+    assert done.returncode == 2 and done.stdout == ""
     assert "env replaces CUDA_VISIBLE_DEVICES, which memguard has read" in done.stderr

@@ -23,10 +23,10 @@ SIX = ("tensorflow", "torch", "jax", "cupy", "pycuda", "numba")
 ALWAYS = {
     "", "_base.advice", "api", "_base",
     "_base.blocks", "_guard.caps", "_guard.guard", "_base.interrupts", "_base.life", "_base.locks", "_base.logs",
-    "_budget.policy", "_guard.elastic", "_base.framework_spec", "_base.specs", "_base.text",
+    "_budget.policy", "_guard.elastic", "_base.framework_spec", "_frameworks.specs", "_base.text",
     "_base.types", "_base.undo", "_base.units",
     "_runtime.workers", "errors", "_base.findings", "_budget.shared_pool",
-    "_budget", "_budget.rules", "_budget.schema", "_budget.source_map", "_budget.values",
+    "_budget", "_budget.rules", "_budget.schema", "_base.source_map", "_budget.values",
     "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda", "_devices.suspension",
     "_frameworks", "_frameworks.base", "_frameworks.driver_pages", "_frameworks.import_hook",
     "_frameworks.registry", "_frameworks.replacements", "_frameworks.second_contexts",
@@ -37,11 +37,11 @@ ALWAYS = {
     *(f"_frameworks.{name}" for name in SIX), *(f"_frameworks.{name}.spec" for name in SIX),
 }  # fmt: skip
 """What init loads of memguard for any budget: names below `memguard`, which is "" itself."""
-FILE = {"_budget.yaml"}
+FILE = {"_base.yaml"}
 MONITOR = {"_runtime.pressure", "_runtime.sampler"}
 TIMELINE = {
     "_budget.ranks",
-    "_runtime.beside",
+    "_runtime.timeline_extras",
     *("_timeline", "_timeline.files", "_timeline.format", "_timeline.writer"),
 }
 REAL = {"_devices.cuda_order", "_devices.proc", "_devices.nvml", "_devices.real"}

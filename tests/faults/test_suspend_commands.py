@@ -201,7 +201,7 @@ def test_off_unsafe_listed_and_back(machine: Machine) -> None:
     done = machine.call("suspend", pid)
     assert done.returncode == 1 and "by_others: true" in done.stderr and machine.state(pid) == RUNNING
     assert "the same command with --unsafe" in done.stderr and "docs/suspend.md" in done.stderr
-    done = machine.call("suspend", pid, "--unsafe")
+    done = machine.call("suspend", pid, "--unsafe", "--yes")
     assert done.returncode == 0, done.stderr
     assert f"process {pid} is suspended: 1.00 GiB" in done.stdout and "CUDA IPC" in done.stderr
     assert machine.state(pid) == CHECKPOINTED
@@ -210,7 +210,7 @@ def test_off_unsafe_listed_and_back(machine: Machine) -> None:
     assert record is not None and (record.step, record.why, record.bytes) == ("suspended", "unsafe", {UUIDS[0]: GIB})
     row = machine.row(process)
     assert (row["pid"], row["state"], row["bytes"]) == (pid, "suspended", {UUIDS[0]: GIB})
-    again = machine.call("suspend", pid, "--unsafe")
+    again = machine.call("suspend", pid, "--unsafe", "--yes")
     assert again.returncode == 0 and "already" in again.stdout
     back = machine.call("resume", pid)
     assert back.returncode == 0 and "is back on its GPUs with 1.00 GiB" in back.stdout, back.stderr
@@ -222,7 +222,8 @@ def test_off_unsafe_listed_and_back(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("answer", "options", "code", "state"),
     [("n\n", (), 1, RUNNING), ("\n", (), 1, RUNNING), ("\4", (), 130, RUNNING), ("\3", (), 130, RUNNING),
-     ("y\n", (), 0, CHECKPOINTED), ("", ("--yes",), 0, CHECKPOINTED), ("", ("--json",), 0, CHECKPOINTED)],
+     ("y\n", (), 0, CHECKPOINTED), ("", ("--yes",), 0, CHECKPOINTED), ("", ("--json", "--yes"), 0, CHECKPOINTED),
+     ("", ("--json",), 2, RUNNING)],
 )  # fmt: skip
 def test_on_a_terminal_unsafe_asks_first(
     machine: Machine, answer: str, options: tuple[str, ...], code: int, state: int
@@ -241,7 +242,7 @@ def test_on_a_terminal_unsafe_asks_first(
 
 def test_top_shows_what_is_on_the_gpu_and_what_is_off_it(machine: Machine) -> None:
     process, other = machine.start(), machine.start()
-    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    assert machine.call("suspend", process.pid, "--unsafe", "--yes").returncode == 0
     machine.scenario()
     found = machine.json("top")
     (gpu,) = found["gpus"]
@@ -274,7 +275,7 @@ def test_a_suspend_that_is_killed_is_finished_by_resume(machine: Machine, step: 
     before = KILL.format(step=step)
     if step == "suspended":  # it is off already, and nobody has written that down
         before = KILL.format(step="state").replace("step ==", "self._now and step ==")
-    assert machine.call("suspend", process.pid, "--unsafe", before=before).returncode == -signal.SIGKILL
+    assert machine.call("suspend", process.pid, "--unsafe", "--yes", before=before).returncode == -signal.SIGKILL
     record = machine.record(process)
     assert record is not None and record.step == step.replace("suspended", "checkpoint")
     assert record.bytes == {UUIDS[0]: GIB} and not record.measured
@@ -318,7 +319,7 @@ def test_a_process_comes_back_without_the_database(machine: Machine, how: str) -
 @pytest.mark.parametrize("step", ["room", "restore", "unlock"])
 def test_a_resume_that_is_killed_is_finished_by_another(machine: Machine, step: str) -> None:
     process = machine.start()
-    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    assert machine.call("suspend", process.pid, "--unsafe", "--yes").returncode == 0
     assert machine.call("resume", process.pid, before=KILL.format(step=step)).returncode == -signal.SIGKILL
     record = machine.record(process)
     assert record is not None and (record.step, record.measured) == (step, True)
@@ -331,9 +332,9 @@ def test_a_resume_that_is_killed_is_finished_by_another(machine: Machine, step: 
 def test_killed_within_the_drivers_call(machine: Machine, call: str) -> None:
     """The driver ends it by itself, whoever is killed."""
     process = machine.start()
-    command = ["suspend", "--unsafe"] if call != "restore" else ["resume"]
+    command = ["suspend", "--unsafe", "--yes"] if call != "restore" else ["resume"]
     if call == "restore":
-        assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+        assert machine.call("suspend", process.pid, "--unsafe", "--yes").returncode == 0
     machine.wrong(f"{call} slow 700")
     step = KILL.format(step=call).replace("os.kill(os.getpid(), 9)", KILL_SOON)
     assert machine.call(*command, process.pid, before=step).returncode == -signal.SIGKILL
@@ -365,7 +366,7 @@ def test_it_allows_it_and_suspends_itself(machine: Machine) -> None:
     process = machine.start(says)
     row = machine.row(process)
     assert (row["budget"], row["by_others"], row["state"]) == ("b.yaml", True, "running")
-    for options in ((), ("--unsafe",)):
+    for options in ((), ("--unsafe", "--yes")):
         done = machine.call("suspend", process.pid, *options)
         assert done.returncode == 1 and "refuses" in done.stderr and "a CUDA graph is being captured" in done.stderr
     found = machine.json("suspend", process.pid)
@@ -480,7 +481,7 @@ def test_one_that_was_started_elsewhere(machine: Machine) -> None:
     done = machine.call("suspend", process.pid)
     assert done.returncode == 1 and "division by zero" in done.stderr
     records.remove_budget(process, machine.where)
-    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    assert machine.call("suspend", process.pid, "--unsafe", "--yes").returncode == 0
     machine.environ["XDG_RUNTIME_DIR"] = here
     machine.where = str(machine.folder / "other" / "memguard")
     record = machine.record(process)
@@ -490,7 +491,7 @@ def test_one_that_was_started_elsewhere(machine: Machine) -> None:
 def test_a_tree_goes_together(machine: Machine) -> None:
     process = machine.start(children=2)
     children = [one for one in machine.children if one is not None]
-    done = machine.json("suspend", process.pid, "--unsafe", "--tree")
+    done = machine.json("suspend", process.pid, "--unsafe", "--yes", "--tree")
     assert {one["pid"] for one in done["processes"]} == {process.pid, *(one.pid for one in children)}
     assert done["processes"][-1]["pid"] == process.pid  # children first
     assert all(machine.state(one.pid) == CHECKPOINTED for one in (process, *children))
@@ -504,7 +505,7 @@ def test_a_tree_of_which_one_refuses_comes_back(machine: Machine) -> None:
     process = machine.start(children=2)
     children = [one for one in machine.children if one is not None]
     machine.wrong("lock slow 0", "lock code 600")  # the second one
-    done = machine.json("suspend", process.pid, "--unsafe", "--tree", code=1)
+    done = machine.json("suspend", process.pid, "--unsafe", "--yes", "--tree", code=1)
     codes = {one["pid"]: one["done"] for one in done["processes"]}
     assert codes == dict.fromkeys((process.pid, *(one.pid for one in children)), False)
     texts = " ".join(one["text"] for one in done["processes"])
@@ -515,7 +516,7 @@ def test_a_tree_of_which_one_refuses_comes_back(machine: Machine) -> None:
 
 def test_no_room_says_who_holds_it_and_leaves_it_whole(machine: Machine) -> None:
     process = machine.start()
-    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    assert machine.call("suspend", process.pid, "--unsafe", "--yes").returncode == 0
     other = machine.start()
     machine.sizes[other.pid] = 16 * GIB - 1
     machine.scenario()
@@ -532,7 +533,7 @@ def test_no_room_says_who_holds_it_and_leaves_it_whole(machine: Machine) -> None
 
 def test_ctrl_c_while_it_waits_leaves_it_suspended(machine: Machine) -> None:
     process = machine.start()
-    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    assert machine.call("suspend", process.pid, "--unsafe", "--yes").returncode == 0
     machine.scenario(used=16 * GIB)
     waiting = subprocess.Popen(
         [sys.executable, "-m", "memguard", "resume", str(process.pid)],
@@ -561,9 +562,9 @@ def test_what_cannot_be(machine: Machine) -> None:
     assert other.returncode == 1 and "only its own user can" in other.stderr
     process_file = machine.folder / f"{process.pid}.process"
     process_file.unlink()  # the driver knows of no CUDA in it: as another's
-    done = machine.call("suspend", process.pid, "--unsafe")
+    done = machine.call("suspend", process.pid, "--unsafe", "--yes")
     assert done.returncode == 1 and "nothing was changed" in done.stderr and machine.record(process) is None
     os.kill(process.pid, signal.SIGSTOP)
     process_file.write_text(f"0 0 {GIB}\n")
-    done = machine.call("suspend", process.pid, "--unsafe")
+    done = machine.call("suspend", process.pid, "--unsafe", "--yes")
     assert done.returncode == 1 and "is stopped (state T)" in done.stderr and machine.calls == []

@@ -142,13 +142,13 @@ def test_a_recorded_run_is_replayed_under_other_budgets(tmp_path: Path) -> None:
     code, text = replay()
     assert code == 0 and SIMULATED not in text and "NVIDIA" in text
     (tmp_path / "tight.yaml").write_text(BUDGET.replace("2GiB", "1GiB"))
-    code, text = replay("--budget", "tight.yaml", "--json")
+    code, text = replay("-c", "tight.yaml", "--json")
     found = json.loads(text)
     assert code == 1, "torch held 1,536 MiB"
     assert "torch" in json.dumps(found)
     code, smallest = replay("--smallest")
     (tmp_path / "smallest.yaml").write_text(smallest)
-    assert code == 0 and replay("--budget", "smallest.yaml")[0] == 0
+    assert code == 0 and replay("-c", "smallest.yaml")[0] == 0
 
 
 # --- the pytest plugin

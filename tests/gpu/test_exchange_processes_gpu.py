@@ -101,14 +101,14 @@ def test_each_framework_gets_what_torch_exported(run: Run, target: str) -> None:
         + holding(target)
         + """
 handle = exchange.export(x)
-result["kept"] = lifetimes.kept[0]
+result["kept"] = lifetimes.held_for_processes[0]
 x.zero_(); torch.cuda.synchronize()
 child = Child(HOLD, handle)
 result["got"], result["attached"] = child.says(), handle.attached
 child.done()
 result["after"] = within(10, lambda: handle.attached == 0)
 handle.close()
-result["kept_after"] = lifetimes.kept[0]
+result["kept_after"] = lifetimes.held_for_processes[0]
 """,
         timeout=300,
     )
@@ -182,7 +182,7 @@ for copy in (True, False):
 x = None
 gc.collect(); time.sleep(0.5)
 cupy.get_default_memory_pool().free_all_blocks()
-result.update(after=charged(), kept=lifetimes.kept[0], lent=str(lifetimes.lent()))
+result.update(after=charged(), kept=lifetimes.held_for_processes[0], lent=str(lifetimes.lent()))
 """
     )
     assert found["True"] == [found["before"] + 512, True] and found["False"] == [found["before"] + 256, True]
@@ -215,15 +215,16 @@ def ledger():
     return [(rows.get("exchange") or 0) // MIB, rows["unaccounted"] // MIB, total - part.device.total]
 result["attached"] = [charged(), ledger()]
 exporter.kill()
-within(10, lambda: lifetimes.kept[0])
-result["alone"] = [charged(), ledger(), lifetimes.kept[0] // MIB]
+within(10, lambda: lifetimes.held_for_processes[0])
+result["alone"] = [charged(), ledger(), lifetimes.held_for_processes[0] // MIB]
 result["sum"] = float(y.sum(dtype="f8"))
 y += 1
 result["written"] = float(y.sum(dtype="f8"))
 del y
 gc.collect()
 before = result["attached"][0]
-result["gone"] = [within(10, lambda: not lifetimes.kept[0] and charged() <= before + 32), charged(), ledger()]
+gone = within(10, lambda: not lifetimes.held_for_processes[0] and charged() <= before + 32)
+result["gone"] = [gone, charged(), ledger()]
 cupy.get_default_memory_pool().free_all_blocks()
 """
     )
@@ -262,7 +263,7 @@ host = x.cpu().numpy() if hasattr(x, "cpu") else x.get() if hasattr(x, "get") el
 result["written"] = [float(host.min()), float(host.max())]
 handle.close()
 result["lent"] = sum(sum(to.values()) for to in lifetimes.lent()[0].values())
-result["kept"] = lifetimes.kept[0]
+result["kept"] = lifetimes.held_for_processes[0]
 child.go(); child.says()
 result["over"] = within(10, lambda: not lifetimes.lent())
 child.done()
@@ -312,8 +313,8 @@ cupy.zeros(1).sum()
 for number, line in enumerate(iter(wait, "stop\\n")):
     y = exchange.attach(line, "cupy"); total = float(y.sum()); y = None
     time.sleep(0.5 if number == 9 else 0)
-    say([total, files(), lifetimes.kept[0]])
-time.sleep(1); say([0, files(), lifetimes.kept[0]]); wait()
+    say([total, files(), lifetimes.held_for_processes[0]])
+time.sleep(1); say([0, files(), lifetimes.held_for_processes[0]]); wait()
 """)
 seen = []
 for number in range(110):
@@ -328,7 +329,7 @@ child.process.stdin.write("stop\n"); child.process.stdin.flush()
 last = child.says()
 within(5, lambda: files() <= mine[1])
 result.update(totals=len({one[0] for one in seen}), mine=mine, now=[charged(), files(), charged(child.process.pid)],
-              kept=[lifetimes.kept[0], last[2]], child=[seen[9][1], last[1]])
+              kept=[lifetimes.held_for_processes[0], last[2]], child=[seen[9][1], last[1]])
 child.done()
 ''',
         timeout=300,

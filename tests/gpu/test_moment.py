@@ -180,7 +180,7 @@ result["report"] = about(memguard.last_oom())
 result["refused"] = memguard.ledger().devices[0].row("torch").refused
 pid = os.fork()
 if pid == 0:
-    adapter._tell(0, 1, 2, 3)
+    adapter._on_refused(0, 1, 2, 3)
     os._exit(0 if memguard.last_oom() is None else 1)
 result["child"] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 """

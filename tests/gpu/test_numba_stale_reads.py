@@ -241,7 +241,7 @@ small, total = cuda.to_device(np.ones(1000, "f4")), cuda.to_device(np.zeros(1))
 slow[1, 32](small, total, 1)
 array.copy_to_device(other)
 context.synchronize()
-def ask(): return [watch.default_alone(), streams.quiet(0, streams.LEGACY, None)]
+def ask(): return [watch.default_alone(), streams.quick_idle(0, streams.LEGACY, None)]
 result["before"] = ask()
 {GIVEN[what]}
 result["during"] = ask()
@@ -253,7 +253,7 @@ result["after"] = ask()
 
 
 def test_whether_the_legacy_stream_waits_for_a_destroyed_one(run: Run, record_property: Any) -> None:
-    """Not documented. If it does, the mark at a stream's end (`watch.Ended`) is not needed. Never fails for that."""
+    """Not documented. If it does, the mark at a stream's end (`EndedStreams`) is not needed. Never fails for that."""
     found = run(
         SETUP
         + """
@@ -264,13 +264,13 @@ stream = cuda.stream()
 slow[1, 32, stream](array, total, 300)
 del stream
 forget()
-own = len(watch.ended.under_way())
+own = len(watch.ended.unfinished())
 context.deallocations.clear()
 mark = streams.Mark(0, streams.LEGACY, handle)
 time.sleep(0.02)
 result["waits"], result["own"] = not mark.passed(), own
 context.synchronize()
-result["left"] = len(watch.ended.under_way())
+result["left"] = len(watch.ended.unfinished())
 """
     )
     record_property("the legacy stream waits for a destroyed one", found["waits"])

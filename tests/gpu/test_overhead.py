@@ -140,11 +140,11 @@ def test_what_was_entered_is_seen_on_a_real_process(run: Run) -> None:
         + """
 from memguard._devices import loaded_libraries
 def entered(name, work):
-    before = dict(loaded_libraries.doors.entries())
+    before = dict(loaded_libraries.entry_detector.entries())
     kept.append(work())
     torch.cuda.synchronize()
-    loaded_libraries.doors.libraries()
-    after = dict(loaded_libraries.doors.entries())
+    loaded_libraries.entry_detector.libraries()
+    after = dict(loaded_libraries.entry_detector.entries())
     result[name] = sorted(door for door, count in after.items() if count > before.get(door, 0))
 a = torch.ones((512, 512), device="cuda")
 entered("nothing", lambda: None)
@@ -160,7 +160,7 @@ entered("cupy matmul", lambda: b @ b)
 entered("kernels", lambda: a.cumsum(0))
 entered("raw again", lambda: raw(64 * MIB))
 begun = time.perf_counter()
-for _ in range(1000): loaded_libraries.doors.entries()
+for _ in range(1000): loaded_libraries.entry_detector.entries()
 result["seconds"] = time.perf_counter() - begun
 """
     )

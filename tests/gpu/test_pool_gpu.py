@@ -20,7 +20,7 @@ import torch, cupy, numpy
 if not hasattr(numpy, "row_stack"): numpy.row_stack = numpy.vstack  # numba-cuda 0.30.4 compiles nothing without it
 import pycuda.autoinit, pycuda.driver as drv
 from numba import cuda
-from memguard._budget.shared_pool import POOL
+from memguard._base.types import POOL
 def device(): return memguard.ledger().devices[0]
 def pool(): return guard.caps.shared_pool.figures(device().device.uuid)
 def refused(call):
@@ -200,7 +200,7 @@ import torch, cupy, numpy
 if not hasattr(numpy, "row_stack"): numpy.row_stack = numpy.vstack  # numba-cuda 0.30.4 compiles nothing without it
 import pycuda.autoinit, pycuda.driver as drv
 from numba import cuda
-from memguard._budget.shared_pool import POOL
+from memguard._base.types import POOL
 ASK = {
     "torch": lambda size: torch.empty(size, dtype=torch.uint8, device="cuda"),
     "cupy": lambda size: cupy.empty(size, dtype=cupy.uint8),

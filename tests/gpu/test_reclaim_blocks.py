@@ -89,7 +89,7 @@ cache("{name}", 4 * GIB, {block})
 result["parts"] = []
 for needed in (1, 100 * MIB, GIB + 1, 64 * GIB):
     before, held = own(), books()["{name}"][0]
-    guard.frameworks["{name}"].give_back(device, needed)
+    guard.frameworks["{name}"].trim_partly(device, needed)
     result["parts"].append([needed, before - own(), held - books()["{name}"][0]])
 """
     )
@@ -105,7 +105,7 @@ def test_pycudas_cache_comes_back_on_a_thread_that_has_no_context(run: Run) -> N
         + """
 cache("pycuda", 4 * GIB, 64 * MIB)
 before = own()
-thread = threading.Thread(target=guard.frameworks["pycuda"].give_back, args=(device, GIB))
+thread = threading.Thread(target=guard.frameworks["pycuda"].trim_partly, args=(device, GIB))
 thread.start()
 thread.join()
 result["given"] = before - own()

@@ -65,9 +65,9 @@ def test_one_stream_gives_back_where_that_is_enough(run: Run) -> None:
 for stream, mib in zip(streams, (64, 512, 256)):
     with stream: alloc(mib * MIB)
 before = own()
-framework.give_back(device, 300 * MIB)
+framework.trim_partly(device, 300 * MIB)
 result["part"] = (before - own()) // MIB
-framework.give_back(device, 300 * MIB)
+framework.trim_partly(device, 300 * MIB)
 result["all"] = (before - own()) // MIB
 """
     )

@@ -241,7 +241,7 @@ def test_suspend_without_by_others_is_refused_unless_unsafe() -> None:
     with target("torch", size=64 * MIB, limit="8GiB") as child:
         assert command("suspend", str(child.pid))["rc"] != 0 and card.of(child.pid) is not None
         child.touched = True
-        taken = command("suspend", str(child.pid), "--unsafe")
+        taken = command("suspend", str(child.pid), "--unsafe", "--yes")
         assert taken["rc"] == 0 and card.of(child.pid) is None, taken
         back = resume(child.pid)
         assert back["rc"] == 0 and child.must("check")["wrong"] == 0, back

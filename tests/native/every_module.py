@@ -52,7 +52,7 @@ if mode == "budget":
     from memguard._frameworks.torch import settings
     from memguard._frameworks.torch.adapter import Torch
     from memguard._guard.guard import Guard
-    from memguard._base.specs import SPECS
+    from memguard._frameworks.specs import SPECS
     sys.path.append(PLUGIN)
     settings.cuda_version = lambda: "13.0"
 

@@ -18,6 +18,7 @@ import threading
 from typing import Any
 
 import pycuda.driver as drv
+from support.capping import apply_caps
 
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.pycuda.adapter import PyCUDA
@@ -40,7 +41,9 @@ class Program:
         host = Host(["h200"])
         self.gpu = host.devices()[0]
         self.framework = PyCUDA(host)
-        self.applied = self.framework.apply({self.gpu.uuid: CAP}, {"context": "own"} if kind == "contexts" else {})
+        self.applied = apply_caps(
+            self.framework, {self.gpu.uuid: CAP}, {"context": "own"} if kind == "contexts" else {}
+        )
         self.contexts = [drv.Device(0).retain_primary_context()]
         self.contexts[0].push()
         self.pools = [drv.DeviceMemoryPool() for _ in range(2)]
@@ -91,7 +94,7 @@ class Program:
         elif what < 0.95:
             self.framework.trim(self.gpu)
         elif what < 0.96:
-            self.give_back(dice)
+            self.trim_partly(dice)
         elif what < 0.97 and self.kind == "plain" and dice.random() < 0.2:
             number = dice.randrange(len(self.pools))
             self.pools[number].stop_holding()
@@ -99,11 +102,11 @@ class Program:
         else:
             self.framework.usage(self.gpu)
 
-    def give_back(self, dice: random.Random) -> None:
+    def trim_partly(self, dice: random.Random) -> None:
         """Asked for a part: it comes, and little more. The stub has whole pages only, one for each small block."""
         needed = dice.choice([1, PAGE, 3 * MIB, dice.randint(1, CAP)])
         before, usage = self.stub.stub_taken(), self.framework.usage(self.gpu)
-        self.framework.give_back(self.gpu, needed)
+        self.framework.trim_partly(self.gpu, needed)
         if self.kind == "plain" and usage is not None and usage.reclaimable is not None:
             got, pools = before - self.stub.stub_taken(), len(self.framework._pools(self.gpu.uuid))
             assert got >= min(needed, usage.reclaimable - PAGE * pools), (got, needed, usage)
@@ -234,7 +237,7 @@ class Program:
                     elif what > 0.98:
                         self.framework.trim(self.gpu)
                     elif what > 0.96:
-                        self.give_back(dice)
+                        self.trim_partly(dice)
                     else:
                         self.framework.usage(self.gpu)
                     if self.stub.stub_taken() > CAP + 2 * PAGE:  # others are within a call
@@ -262,11 +265,10 @@ def main(kind: str, seed: int, steps: int) -> None:
     program.by_hand.clear()
     gc.collect()
     for pool in program.framework._pools(program.gpu.uuid):
-        pool.tidy()  # as the next request that idle blocks cannot serve
+        pool.free_if_unknown()  # as the next request that idle blocks cannot serve
     program.check()
     program.framework.trim(program.gpu)
     assert program.framework.usage(program.gpu).in_use == 0  # type: ignore[union-attr]
-    assert program.applied.undo is not None
     program.applied.undo()
     program.pools.clear()
     print(program.requests, program.hits, program.refusals, program.nested, flush=True)

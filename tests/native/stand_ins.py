@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.capping import apply_caps
 from support.drifts import drifts
 
 from memguard._base.types import Device
@@ -22,6 +23,7 @@ __all__ = [
     "PLUGIN",
     "TOTAL",
     "Host",
+    "apply_caps",
     "backend",
     "card",
     "drifts",

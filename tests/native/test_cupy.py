@@ -21,7 +21,7 @@ framework, uuid, gpu = CuPy(host), host.uuids[0], host.gpus[0]
 default = cupy.cuda.get_allocator()
 def conflict():
     try:
-        framework.apply({uuid: GIB}, {})
+        apply_caps(framework, {uuid: GIB})
     except ConflictingSetting as error:
         return [error.framework, error.setting, str(error)]
 """
@@ -56,7 +56,7 @@ def test_capped_under_the_hook_and_given_back(alone: Run) -> None:
         from memguard._frameworks.import_hook import ImportHook
         host = Host()
         framework, hook, applied = CuPy(host), ImportHook(), []
-        hook.watch(framework.hook, lambda: applied.append(framework.apply({host.uuids[0]: GIB}, {})))
+        hook.watch(framework.hook, lambda: applied.append(apply_caps(framework, {host.uuids[0]: GIB})))
         import cupy
         result["ours"] = cupy.cuda.get_allocator().__module__
         result["applied"] = [[a.enforcement.value, a.permanent, a.notes] for a in applied]
@@ -77,12 +77,12 @@ def test_an_undo_leaves_the_very_same_allocator(with_cupy: Run) -> None:
     found = with_cupy(
         SETUP
         + """
-applied = framework.apply({uuid: GIB}, {})
+applied = apply_caps(framework, {uuid: GIB})
 ours = cupy.cuda.get_allocator()
 result["set"] = [ours is not default, drifts(framework), framework.state().value]
 applied.undo()
 result["same"], result["drift"] = cupy.cuda.get_allocator() is default, drifts(framework)
-framework.apply({uuid: 2 * GIB}, {}).undo()
+apply_caps(framework, {uuid: 2 * GIB}).undo()
 result["again"] = cupy.cuda.get_allocator() is default
 """
     )
@@ -93,7 +93,7 @@ def test_an_undo_leaves_an_allocator_that_was_set_since(with_cupy: Run) -> None:
     found = with_cupy(
         SETUP
         + """
-applied = framework.apply({uuid: GIB}, {})
+applied = apply_caps(framework, {uuid: GIB})
 own, raw = cupy.cuda.MemoryPool().malloc, cupy.cuda.memory._malloc
 changed = []
 framework.on_change = lambda: changed.append(drifts(framework))
@@ -104,7 +104,7 @@ cupy.cuda.memory.set_allocator(own)
 result["drift"] = changed
 applied.undo()
 result["own"] = cupy.cuda.get_allocator() is own
-applied = framework.apply({uuid: GIB}, {})
+applied = apply_caps(framework, {uuid: GIB})
 cupy.cuda.set_allocator(None)
 applied.undo()
 result["raw"] = cupy.cuda.get_allocator() == raw
@@ -122,7 +122,7 @@ def test_a_pool_of_the_users_own_is_capped(with_cupy: Run) -> None:
 own = cupy.cuda.MemoryPool()
 malloc = own.malloc
 cupy.cuda.set_allocator(malloc)
-applied = framework.apply({uuid: GIB}, {})
+applied = apply_caps(framework, {uuid: GIB})
 result["kind"], result["pool"] = applied.enforcement.value, framework._pool is own
 applied.undo()
 result["same"] = cupy.cuda.get_allocator() is malloc
@@ -138,7 +138,7 @@ def test_the_async_pool_is_watched(with_cupy: Run) -> None:
         + """
 malloc = cupy.cuda.MemoryAsyncPool.__new__(cupy.cuda.MemoryAsyncPool).malloc
 cupy.cuda.set_allocator(malloc)
-applied = framework.apply({uuid: GIB}, {})
+applied = apply_caps(framework, {uuid: GIB})
 result["kind"], result["notes"] = applied.enforcement.value, applied.notes
 applied.undo()
 result["same"], result["drift"] = cupy.cuda.get_allocator() is malloc, drifts(framework)
@@ -172,7 +172,7 @@ def own(size, device=0): return size
 cupy.cuda.set_allocator({allocator})
 before = cupy.cuda.get_allocator()
 result["conflict"], result["same"] = conflict(), cupy.cuda.get_allocator() is before
-result["asked"] = framework._asked(cupy) is cupy.get_default_memory_pool()
+result["asked"] = framework._queried_pool(cupy) is cupy.get_default_memory_pool()
 """
     )
     framework, setting, text = found["conflict"]
@@ -185,7 +185,7 @@ def test_within_using_allocator_nothing_is_set(with_cupy: Run) -> None:
         SETUP
         + """
 with cupy.cuda.using_allocator(cupy.cuda.MemoryPool().malloc):
-    result["text"] = raised(lambda: framework.apply({uuid: GIB}, {}))
+    result["text"] = raised(lambda: apply_caps(framework, {uuid: GIB}))
 result["same"], result["drift"] = cupy.cuda.get_allocator() is default, drifts(framework)
 """
     )
@@ -226,7 +226,7 @@ def failing():
     except cupy.cuda.runtime.CUDARuntimeError as error:
         return [error.status, str(error)]
 before = failing()
-framework.apply({uuid: GIB}, {})
+apply_caps(framework, {uuid: GIB})
 result["same"], result["before"] = failing() == before, before
 """
     )

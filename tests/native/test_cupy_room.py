@@ -18,7 +18,7 @@ from memguard._frameworks.cupy import blocks
 from memguard._frameworks.cupy.adapter import CuPy
 (uuid, *_), host = contexts.ordinals(), Host()
 gpu, framework = dataclasses.replace(host.gpus[0], uuid=uuid), CuPy(host)
-applied = framework.apply({uuid: 256 * MIB}, {})
+applied = apply_caps(framework, {uuid: 256 * MIB})
 OOM, alloc = cupy.cuda.memory.OutOfMemoryError, cupy.cuda.alloc
 streams = [contextlib.nullcontext(), cupy.cuda.ExternalStream(64), cupy.cuda.ExternalStream(128)]
 blocks.FRESH = 0
@@ -196,14 +196,14 @@ result["without"] = said()
 blocks.INDEX, blocks._figures = "_debug_arena_get_index", lambda chunk: chunk.extent
 result["other"], blocks._figures = said(), figures
 result["since"] = said()
-framework.give_back(gpu, MIB)
+framework.trim_partly(gpu, MIB)
 result["left"] = [taken() // MIB, framework.usage(gpu).held // MIB]
 """
     )
     assert found == {"known": True, "many": None, "without": None, "other": None, "since": None, "left": [12, 12]}
 
 
-def test_the_streams_with_most_give_back_first_and_only_if_that_is_enough(live: Run) -> None:
+def test_the_streams_with_most_trim_partly_first_and_only_if_that_is_enough(live: Run) -> None:
     found = live(
         """
 def fill():
@@ -212,11 +212,11 @@ def fill():
         with stream: alloc(mib * MIB)
 def left(needed):
     fill()
-    framework.give_back(gpu, needed * MIB)
+    framework.trim_partly(gpu, needed * MIB)
     return taken() // MIB
 result["left"] = [left(needed) for needed in (1, 40, 41, 60, 61, 68, 100)]
 fill()
-thread = threading.Thread(target=framework.give_back, args=(gpu, MIB))
+thread = threading.Thread(target=framework.trim_partly, args=(gpu, MIB))
 thread.start()
 thread.join()
 result["elsewhere"] = taken() // MIB

@@ -14,7 +14,7 @@ import stub_driver
 from every_module import PACKAGES, all_modules, modules, outcomes, sample
 from served import Run, serve
 
-from memguard._base.specs import SPECS
+from memguard._frameworks.specs import SPECS
 
 SOME = {
     "torch": 12, "functorch": 2, "torchgen": 2, "tensorflow": 8, "keras": 4, "cupy": 16, "cupyx": 10,

@@ -28,7 +28,7 @@ def exact(total=TOTAL): return int(options()["memory_fraction"] * total)
 def started(): return sorted(sys.modules["jax._src.xla_bridge"]._backends)
 def conflict(*caps):
     try:
-        framework.apply(dict(zip(host.uuids, caps)), {})
+        apply_caps(framework, dict(zip(host.uuids, caps)))
     except ConflictingSetting as error:
         return [error.framework, error.setting, str(error)]
 """
@@ -91,7 +91,7 @@ def test_capping_starts_no_backend_and_the_cpu_is_not_live(with_jax: Run) -> Non
         SETUP
         + """
 result["states"] = [framework.state().value]
-framework.apply({uuid: GIB}, {})
+apply_caps(framework, {uuid: GIB})
 result["nothing"] = [framework.usage(gpu), framework.trim(gpu), framework.about(), drifts(framework)]
 result["started"] = [started()]
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -128,7 +128,7 @@ def test_capped_under_the_hook(alone: Run) -> None:
         from memguard._frameworks.import_hook import ImportHook
         host = Host()
         framework, hook = JAX(host), ImportHook()
-        hook.watch(framework.hook, lambda: framework.apply({host.uuids[0]: 4 * GIB}, {}) and None)
+        hook.watch(framework.hook, lambda: apply_caps(framework, {host.uuids[0]: 4 * GIB}) and None)
         import jax
         options = jax.config.jax_pjrt_client_create_options
         result["exact"], result["preallocate"] = int(options["memory_fraction"] * TOTAL), options["preallocate"]
@@ -165,13 +165,13 @@ def test_the_options_are_merged_read_back_and_undone(with_jax: Run, before: str)
         + f"""
 jax.config.update(OPTIONS, {before})
 before = options()
-applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: 4 * GIB}})
 result["kind"] = [applied.enforcement.value, applied.permanent, applied.notes]
 result["exact"], result["options"] = exact(), {{k: v for k, v in options().items() if k != "memory_fraction"}}
 result["drift"], result["notes"] = drifts(framework), framework.notes
 applied.undo()
 result["undone"], result["drift after"] = options() == before and type(options()) is type(before), drifts(framework)
-framework.apply({{uuid: 2 * GIB}}, {{}})
+apply_caps(framework, {{uuid: 2 * GIB}})
 result["again"] = exact()
 """
     )
@@ -187,7 +187,7 @@ def test_options_of_the_environment_are_merged(alone: Run) -> None:
         "os.environ['JAX_PJRT_CLIENT_CREATE_OPTIONS'] = 'memory_fraction:0.001;allocator:bfc'\n"
         + SETUP
         + """
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 result["options"], result["notes"] = options(), framework.notes
 applied.undo()
 result["undone"] = options()
@@ -202,7 +202,7 @@ def test_an_undo_leaves_options_that_were_changed_since(with_jax: Run) -> None:
     found = with_jax(
         SETUP
         + """
-applied = framework.apply({uuid: GIB}, {})
+applied = apply_caps(framework, {uuid: GIB})
 jax.config.update(OPTIONS, {"memory_fraction": 0.5})
 applied.undo()
 result["options"] = options()
@@ -215,11 +215,11 @@ def test_several_gpus_get_the_smallest_fraction(with_jax: Run) -> None:
     found = with_jax(
         TWO
         + """
-applied = framework.apply({host.uuids[0]: 4 * GIB, host.uuids[1]: 2 * GIB}, {})
+applied = apply_caps(framework, {host.uuids[0]: 4 * GIB, host.uuids[1]: 2 * GIB})
 result["first"] = [exact(), framework.notes]
 applied.undo()
 framework = JAX(host)
-framework.apply(dict.fromkeys(host.uuids, GIB), {})
+apply_caps(framework, dict.fromkeys(host.uuids, GIB))
 result["same"] = framework.notes
 """
     )
@@ -233,7 +233,7 @@ def test_a_version_without_the_option_is_refused(with_jax: Run) -> None:
         + """
 import types
 jax.config, jax.__version__ = types.SimpleNamespace(), "0.4.1"
-result["text"] = raised(lambda: framework.apply({uuid: GIB}, {}))
+result["text"] = raised(lambda: apply_caps(framework, {uuid: GIB}))
 """
     )
     assert "jax 0.4.1 has no option jax_pjrt_client_create_options" in found["text"] and "fix:" in found["text"]
@@ -241,7 +241,7 @@ result["text"] = raised(lambda: framework.apply({uuid: GIB}, {}))
 
 def test_no_gpu_of_the_budget_is_refused(with_jax: Run) -> None:
     found = with_jax(
-        SETUP + "result['text'], result['options'] = raised(lambda: framework.apply({'GPU-x': GIB}, {})), options()"
+        SETUP + "result['text'], result['options'] = raised(lambda: apply_caps(framework, {'GPU-x': GIB})), options()"
     )
     assert "no GPU of the budget is visible" in found["text"] and found["options"] is None
 
@@ -252,7 +252,7 @@ def test_options_that_read_back_differently_are_refused(with_jax: Run) -> None:
         + """
 update = jax.config.update
 type(jax.config).update = lambda self, name, value: None
-result["text"] = raised(lambda: framework.apply({uuid: GIB}, {}))
+result["text"] = raised(lambda: apply_caps(framework, {uuid: GIB}))
 """
     )
     assert "the options read back as None" in found["text"] and "leave jax out of the budget" in found["text"]
@@ -265,7 +265,7 @@ def test_options_that_read_back_differently_do_not_stay(with_jax: Run) -> None:
 update = type(jax.config).update
 def wrong(self, name, value): update(self, name, {**value, "memory_fraction": 0.9} if value else value)
 type(jax.config).update = wrong
-result["text"], result["options"] = raised(lambda: framework.apply({uuid: GIB}, {})), options()
+result["text"], result["options"] = raised(lambda: apply_caps(framework, {uuid: GIB})), options()
 """
     )
     assert "the options read back as {" in found["text"] and found["options"] is None
@@ -342,7 +342,7 @@ def test_a_stricter_fraction_stays(with_jax: Run, name: str) -> None:
         SETUP
         + f"""
 {OWN[name].format("0.01")}
-framework.apply({{uuid: 4 * GIB}}, {{}})
+apply_caps(framework, {{uuid: 4 * GIB}})
 result["fraction"], result["notes"], result["drift"] = options()["memory_fraction"], framework.notes, drifts(framework)
 """
     )
@@ -389,7 +389,7 @@ def test_the_fraction_of_the_cap_itself_is_no_conflict(with_jax: Run) -> None:
         SETUP
         + """
 os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.0286123"
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 result["exact"], result["notes"] = exact(), framework.notes
 """
     )
@@ -417,7 +417,7 @@ def test_preallocation_that_was_asked_for_is_kept_and_said(
         + f"""
 if {variable!r} is not None: os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = {variable!r}
 if {option!r} is not None: jax.config.update(OPTIONS, {{"preallocate": {option!r}}})
-framework.apply({{uuid: 4 * GIB}}, {{}})
+apply_caps(framework, {{uuid: 4 * GIB}})
 result["preallocate"], result["notes"] = options()["preallocate"], framework.notes
 """
     )
@@ -462,7 +462,7 @@ def test_options_that_are_set_later_meet_the_cap(
 import inspect
 from jax import config as taken_before
 update, signature = type(jax.config).update, inspect.signature(jax.config.update)
-applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: 4 * GIB}})
 cap, asked = options()["memory_fraction"], {change}
 for _ in range(2): taken_before.update(OPTIONS, asked)
 result["cap"] = options()["memory_fraction"] == cap
@@ -487,7 +487,7 @@ def test_in_a_forked_child_later_options_are_its_own(with_jax: Run) -> None:
     found = with_jax(
         SETUP
         + """
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 framework.forked()
 jax.config.update(OPTIONS, {"memory_fraction": 0.5})
 result["options"], result["notes"] = options(), framework.notes
@@ -503,7 +503,7 @@ def test_an_allocator_in_the_environment_later_changes_nothing(with_jax: Run) ->
         + """
 from jaxlib import xla_client
 from jax._src import xla_bridge
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 os.environ.update(XLA_PYTHON_CLIENT_ALLOCATOR="cuda_async", XLA_PYTHON_CLIENT_MEM_FRACTION="0.9")
 given = {**xla_client.generate_pjrt_gpu_plugin_options(), **xla_bridge._options_from_jax_configs("cuda")}
 result["given"] = [given["allocator"], given["memory_fraction"] == options()["memory_fraction"], given["preallocate"]]
@@ -521,7 +521,7 @@ def test_options_that_were_changed_past_the_setter_are_seen(with_jax: Run, chang
     found = with_jax(
         SETUP
         + f"""
-framework.apply({{uuid: 4 * GIB}}, {{}})
+apply_caps(framework, {{uuid: 4 * GIB}})
 jax.config._value_holders[OPTIONS]._set({change})
 result["drift"] = drifts(framework)
 """
@@ -534,13 +534,13 @@ def test_a_backend_that_started_otherwise_is_seen(with_jax: Run) -> None:
     found = with_jax(
         TWO
         + """
-framework.apply(dict.fromkeys(host.uuids, 4 * GIB), {})
+apply_caps(framework, dict.fromkeys(host.uuids, 4 * GIB))
 for name, limits in {"right": (4 * GIB, 4 * GIB - 100), "wrong": (4 * GIB, 100 * GIB), "none": (None, GIB)}.items():
     backend(*limits)
     result[name] = drifts(framework)
 framework = JAX(host)
 sys.modules["jax._src.xla_bridge"]._backends.clear()
-framework.apply({host.uuids[0]: 4 * GIB}, {})
+apply_caps(framework, {host.uuids[0]: 4 * GIB})
 backend(4 * GIB, 100 * GIB)
 result["not in the budget"] = drifts(framework)
 """
@@ -555,7 +555,7 @@ def test_live_before_it_is_too_late(with_jax: Run) -> None:
         SETUP
         + """
 backend(100 * GIB)
-result["state"], result["text"] = framework.state().value, raised(lambda: framework.apply({uuid: GIB}, {}))
+result["state"], result["text"] = framework.state().value, raised(lambda: apply_caps(framework, {uuid: GIB}))
 result["options"], result["drift"] = options(), drifts(framework)
 """
     )
@@ -626,7 +626,7 @@ def test_its_limit_cannot_be_changed(with_jax: Run) -> None:
 STANDING = (
     SETUP
     + """
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 backend(4 * GIB, held=GIB)
 result["stays"] = raised(applied.undo)
 framework = JAX(host)
@@ -638,8 +638,8 @@ def test_once_live_its_limit_stays_and_the_same_budget_is_accepted(with_jax: Run
     found = with_jax(
         STANDING
         + """
-again = framework.apply({uuid: 4 * GIB}, {})
-result["again"] = [again.enforcement.value, again.undo, again.permanent, framework.usage(gpu).held]
+again = apply_caps(framework, {uuid: 4 * GIB})
+result["again"] = [again.enforcement.value, raised(again.undo), again.permanent, framework.usage(gpu).held]
 result["drift"] = drifts(framework)
 backend(100 * GIB)
 result["later"] = drifts(framework)
@@ -653,7 +653,7 @@ result["later"] = drifts(framework)
 
 @pytest.mark.parametrize("caps", ["{uuid: 2 * GIB}", "{uuid: 8 * GIB}", "{}"])
 def test_once_live_another_budget_is_refused(with_jax: Run, caps: str) -> None:
-    found = with_jax(STANDING + f"result['text'] = raised(lambda: framework.apply({caps}, {{}}))")
+    found = with_jax(STANDING + f"result['text'] = raised(lambda: apply_caps(framework, {caps}))")
     assert "it went live with a limit of 4.00 GiB, which cannot change" in found["text"]
     assert "write jax: {limit: 4096MiB}" in found["text"]
 

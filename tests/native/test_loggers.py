@@ -39,7 +39,7 @@ def given():
     seen = []
     memguard.on_sample(seen.append)  # after the recipe's
     until(lambda: len(seen) > 4)
-    session.watches.clear()
+    session.sample_callbacks.clear()
     sampled()  # one may be under way
 
 def sampled():
@@ -106,7 +106,7 @@ def fit():
     )
     trainer.fit(Model(), data)
 fit()
-assert session.watches == []
+assert session.sample_callbacks == []
 (path,) = glob.glob("logs/**/metrics.csv", recursive=True)
 head, *rows = [line.split(",") for line in open(path).read().split()]
 assert "3.0" in [row[head.index("torch_gib")] for row in rows], (head, rows)
@@ -114,7 +114,7 @@ LAST = 2
 try:
     fit()
 except AssertionError:
-    assert session.watches == [], "a run that fails watches no more"
+    assert session.sample_callbacks == [], "a run that fails watches no more"
 else:
     raise SystemExit("it did not fail")
 """
@@ -129,7 +129,7 @@ callbacks = [Slow(), GpuMemory(), keras.callbacks.CSVLogger("log.csv")]
 history = model.fit(numpy.ones((4, 2)), numpy.ones(4), epochs=2, verbose=0, callbacks=callbacks)
 assert history.history["torch_gib"] == [3.0, 3.0], history.history
 assert "torch_gib" in open("log.csv").readline()
-assert session.watches == []
+assert session.sample_callbacks == []
 """
 
 

@@ -36,7 +36,7 @@ def test_imported_under_the_hook_though_numba_cuda_redirects_the_import(alone: R
         host = Host()
         framework, hook, seen = Numba(host), ImportHook(), []
         result["before"] = [framework.state().value, [m for m in sys.modules if m.startswith("numba")]]
-        hook.watch(framework.hook, lambda: seen.append(framework.apply({host.uuids[0]: GIB}, {}).enforcement.value))
+        hook.watch(framework.hook, lambda: seen.append(apply_caps(framework, {host.uuids[0]: GIB}).enforcement.value))
         import numba
         result["numba"] = [framework.state().value, hook in sys.meta_path, list(seen)]
         from numba import cuda
@@ -62,7 +62,7 @@ def test_a_refusal_comes_out_of_the_import(alone: Run) -> None:
         from memguard._frameworks.import_hook import ImportHook
         from memguard._frameworks.numba.adapter import Numba
         framework, hook, host = Numba(Host()), ImportHook(), Host()
-        hook.watch(framework.hook, lambda: framework.apply({host.uuids[0]: GIB}, {}) and None)
+        hook.watch(framework.hook, lambda: apply_caps(framework, {host.uuids[0]: GIB}) and None)
         def bring():
             from numba import cuda
         result["texts"] = [raised(bring), raised(bring)]
@@ -96,7 +96,7 @@ def test_capping_sets_numbas_memory_manager_and_the_undo_takes_it_back(with_numb
         SETUP
         + """
 before = module._memory_manager
-applied = framework.apply({uuid: GIB}, {})
+applied = apply_caps(framework, {uuid: GIB})
 manager = module._memory_manager
 plain = manager(context=None)
 result["manager"] = [manager.__name__, issubclass(manager, module.NumbaCUDAMemoryManager), plain.interface_version]
@@ -113,7 +113,7 @@ def test_its_own_code_allocates_waits_flushes_and_refuses(with_numba: Run) -> No
     found = with_numba(
         LIVE
         + """
-framework.apply({uuid: 64 * MIB}, {})
+apply_caps(framework, {uuid: 64 * MIB})
 found.start()
 result["live"] = [framework.state().value, type(managers()[0]).__name__]
 arrays = [bytes_of(8 * MIB) for _ in range(6)]
@@ -151,7 +151,7 @@ def test_a_fifth_of_the_card_pending_is_flushed(with_numba: Run) -> None:
     found = with_numba(
         LIVE
         + """
-framework.apply({uuid: 100 * GIB}, {})
+apply_caps(framework, {uuid: 100 * GIB})
 found.start()
 array = bytes_of(27 * GIB)
 del array
@@ -168,7 +168,7 @@ def test_the_cards_own_refusal_is_numbas(with_numba: Run) -> None:
     found = with_numba(
         LIVE
         + """
-framework.apply({uuid: GIB}, {})
+apply_caps(framework, {uuid: GIB})
 found.start()
 found.total = 100 * MIB
 array = bytes_of(80 * MIB)
@@ -192,7 +192,7 @@ def push(ordinal):
     pushed.append(ordinal)
     yield True
 contexts.pushed = push
-applied = framework.apply({uuid: 64 * MIB}, {})
+applied = apply_caps(framework, {uuid: 64 * MIB})
 found.start()
 array = bytes_of(64 * MIB)
 del array
@@ -204,7 +204,7 @@ kept = bytes_of(32 * MIB)
 applied.undo()
 result["undone"] = [framework.usage(gpu), module._memory_manager, bytes_of(GIB).nbytes]
 again = Numba(host)
-applied = again.apply({uuid: 16 * MIB}, {})
+applied = apply_caps(again, {uuid: 16 * MIB})
 result["again"] = [applied.enforcement.value, again.usage(gpu).held, refused(2 * MIB)[1], again.usage(gpu).in_use]
 """
     )
@@ -217,7 +217,7 @@ def test_managed_memory_and_events_are_not_counted(with_numba: Run) -> None:
     found = with_numba(
         LIVE
         + """
-framework.apply({uuid: 64 * MIB}, {})
+apply_caps(framework, {uuid: 64 * MIB})
 context = found.start()
 array, managed = bytes_of(8 * MIB), cuda.managed_array(GIB, "u1")
 events = [cuda.event() for _ in range(20)]
@@ -238,7 +238,7 @@ def test_on_two_gpus_each_has_its_cap(with_numba: Run) -> None:
     found = with_numba(
         LIVE.replace("Host()", 'Host("h200", "h200")')
         + """
-framework.apply({host.uuids[0]: 16 * MIB, host.uuids[1]: 32 * MIB}, {})
+apply_caps(framework, {host.uuids[0]: 16 * MIB, host.uuids[1]: 32 * MIB})
 counts = []
 for number in (0, 1):
     found.start(number)
@@ -260,7 +260,7 @@ def test_live_before_it_cannot_be_capped(with_numba: Run) -> None:
         LIVE
         + """
 found.start()
-result["text"] = raised(lambda: framework.apply({uuid: GIB}, {}))
+result["text"] = raised(lambda: apply_caps(framework, {uuid: GIB}))
 result["manager"] = module._memory_manager is module.NumbaCUDAMemoryManager
 """
     )
@@ -276,9 +276,9 @@ class Pool(cuda.HostOnlyCUDAMemoryManager):
     initialize = get_ipc_handle = get_memory_info = lambda self, *args: None
     def memalloc(self, size): raise MemoryError
 cuda.set_memory_manager(Pool)
-result["text"] = raised(lambda: framework.apply({uuid: GIB}, {}))
+result["text"] = raised(lambda: apply_caps(framework, {uuid: GIB}))
 module._memory_manager = None
-framework.apply({uuid: GIB}, {})
+apply_caps(framework, {uuid: GIB})
 cuda.set_memory_manager(Pool)
 result["drift"] = drifts(framework)
 found.start()
@@ -313,7 +313,7 @@ from cuda.bindings import driver as binding
 def gone():
     class Device: pass
     return weakref.proxy(Device())
-applied = framework.apply({{uuid: 64 * MIB}}, {{}})
+applied = apply_caps(framework, {{uuid: 64 * MIB}})
 contexts.current = lambda: found.current - 1 if found.current else None
 found.contexts_of = contexts.ordinals
 contexts.ordinals = lambda: {{u: n for n, u in enumerate(host.uuids)}}
@@ -352,7 +352,7 @@ import inspect
 setters = [cuda.set_memory_manager, module.set_memory_manager]
 signature, told = inspect.signature(cuda.set_memory_manager), []
 before = module._memory_manager
-applied = framework.apply({uuid: 64 * MIB}, {})
+applied = apply_caps(framework, {uuid: 64 * MIB})
 framework.on_change = lambda: told.append(drifts(framework))
 result["same"] = inspect.signature(cuda.set_memory_manager) == signature
 for manager in (module.NumbaCUDAMemoryManager, module._memory_manager):
@@ -380,7 +380,7 @@ def test_a_destroyed_context_begins_anew(with_numba: Run) -> None:
     found = with_numba(
         LIVE
         + """
-framework.apply({uuid: 64 * MIB}, {})
+apply_caps(framework, {uuid: 64 * MIB})
 context = found.start()
 live = [bytes_of(8 * MIB) for _ in range(4)]
 context.memory_manager.reset()

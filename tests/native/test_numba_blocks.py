@@ -22,7 +22,7 @@ stub.stub_taken.restype = ctypes.c_size_t
 module.driver.ensure_initialized()
 (uuid, *_), host = contexts.ordinals(), Host()
 framework = Numba(host)
-applied = framework.apply({uuid: 64 * MIB}, {})
+applied = apply_caps(framework, {uuid: 64 * MIB})
 context = cuda.current_context()
 manager = context.memory_manager
 def bytes_of(size): return cuda.device_array(size, "u1")
@@ -30,7 +30,7 @@ def at(array): return array.gpu_data._block.address
 def flush(): manager.deallocations.clear(); stub.stub_finish()
 def pooled(use):
     "Whether the block of an array comes into the pool after this use of it."
-    manager.give_back()
+    manager.trim_partly()
     array = bytes_of(4 * MIB)
     use(array)
     del array
@@ -292,7 +292,7 @@ del array
 manager.deallocations.clear()
 result["of the flush"] = len(manager.pool._marked[0].marks)
 stub.stub_finish()
-result["over"] = [len(watch.ended.under_way()), manager.pooling]
+result["over"] = [len(watch.ended.unfinished()), manager.pooling]
 """
     )
     assert found == {"marks": 1, "of the flush": 2, "over": [0, True]}
@@ -330,7 +330,7 @@ flush()
 result["held"] = [manager.held() >> 20, stub.stub_taken() >> 20]
 array = bytes_of(8 * MIB)
 result["after"] = [manager.held() >> 20, stub.stub_taken() >> 20]
-manager.give_back()
+manager.trim_partly()
 result["given"] = [manager.held() >> 20, stub.stub_taken() >> 20]
 """
     )
@@ -428,7 +428,7 @@ for _ in range(200):
     if len(threads) % 3: gc.collect(0)
 for thread in threads: thread.join()
 gc.collect()
-manager.give_back()
+manager.trim_partly()
 result["wrong"], result["left"] = wrong[:3], [manager.held(), stub.stub_taken(), manager.figures.in_use]
 """
     )
@@ -446,7 +446,7 @@ flush()
 result["given"] = []
 for needed in (3, 3, 9, 40):
     before = stub.stub_taken()
-    framework.give_back(SimpleNamespace(uuid=uuid), needed * MIB)
+    framework.trim_partly(SimpleNamespace(uuid=uuid), needed * MIB)
     result["given"].append((before - stub.stub_taken()) // MIB)
     result["held"] = manager.held() == stub.stub_taken()
     if needed == 9:

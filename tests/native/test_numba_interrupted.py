@@ -66,7 +66,7 @@ def interrupted(work, number, act):
         sys.settrace(None)
     return where
 def emptied():
-    manager.give_back()
+    manager.trim_partly()
     return [stub.stub_taken(), *manager.usage()[:3], len(manager.pool.idle), len(manager.figures.blocks)]
 """
 )
@@ -89,7 +89,7 @@ WORK = {
         "live[:] = [bytes_of(1000) for _ in range(2)]; live[0].gpu_data.handle; live.clear()",
         "manager.deallocations.clear()",
     ),
-    "given back": ("live[:] = [bytes_of(2 * MIB) for _ in range(3)]; live.clear()", "manager.give_back()"),
+    "given back": ("live[:] = [bytes_of(2 * MIB) for _ in range(3)]; live.clear()", "manager.trim_partly()"),
 }  # fmt: skip
 
 
@@ -237,7 +237,7 @@ end = time.time() + 3
 while time.time() < end: step(live)
 signal.setitimer(signal.ITIMER_REAL, 0, 0)
 live.clear(); theirs.clear(); gc.collect()
-manager.give_back()
+manager.trim_partly()
 result["errors"], result["handled"] = errors[:3], handled > 100
 result["most"], result["left"] = stub.stub_most() <= 64 * MIB, [stub.stub_taken(), *manager.usage()[:3]]
 """
@@ -289,7 +289,7 @@ def test_a_mark_that_a_signal_handler_closes_while_it_is_asked_is_over(beside: R
         + """
 from memguard._devices import streams
 handle = int(context.handle)
-real = contexts.beside_captures
+real = contexts.capture_safe
 made = []
 class closing(real):
     def __enter__(self):
@@ -300,9 +300,9 @@ kept.close()
 result["over"] = []
 for ask in ("passed", "wait"):
     made.append(streams.Mark(0, streams.LEGACY, handle))
-    contexts.beside_captures = closing
+    contexts.capture_safe = closing
     result["over"].append(getattr(made[-1], ask)())
-    contexts.beside_captures = real
+    contexts.capture_safe = real
 result["idle"] = len(streams._idle[contexts.primary(0)])
 """
     )

@@ -17,7 +17,7 @@ Run = Callable[..., dict[str, Any]]
 
 COMMON = """
 import ctypes, gc, json, signal, sys, threading
-from stand_ins import Host, GIB, MIB, drifts
+from stand_ins import Host, GIB, MIB, apply_caps, drifts
 from memguard._devices import contexts, streams
 from memguard._frameworks.shared_pool import SharedPool
 stub = ctypes.CDLL("libcuda.so.1")
@@ -90,8 +90,7 @@ def test_pycudas_arrays_are_blocks_of_the_pool_and_undone_they_are_its_own(pycud
     found = pycuda(
         """
         raw = drv.mem_alloc
-        applied = framework.apply({uuid: 64 * MIB}, {})
-        framework.changes.clear()
+        applied = apply_caps(framework, {uuid: 64 * MIB})
         first, (second, pitch) = drv.mem_alloc(5 * MIB), drv.mem_alloc_pitch(1000, 1024, 4)
         third = drv.DeviceMemoryPool().allocate(MIB)
         result["pitch"] = pitch
@@ -126,7 +125,7 @@ def test_pycudas_arrays_are_blocks_of_the_pool_and_undone_they_are_its_own(pycud
 def test_a_free_comes_after_all_work_of_the_context_and_a_block_is_ready_at_once(pycuda: Run) -> None:
     found = pycuda(
         """
-        framework.apply({uuid: 64 * MIB}, {})
+        apply_caps(framework, {uuid: 64 * MIB})
         block = drv.mem_alloc(MIB)
         stub.stub_forget()
         block = None
@@ -145,7 +144,7 @@ def test_a_free_comes_after_all_work_of_the_context_and_a_block_is_ready_at_once
 def test_a_free_that_would_end_a_capture_is_made_with_the_next(pycuda: Run) -> None:
     found = pycuda(
         """
-        framework.apply({uuid: 64 * MIB}, {})
+        apply_caps(framework, {uuid: 64 * MIB})
         block = drv.mem_alloc(MIB)
         stub.stub_fail(b"cuCtxRecordEvent", 901, 1)
         block = None
@@ -160,7 +159,7 @@ def test_a_free_that_would_end_a_capture_is_made_with_the_next(pycuda: Run) -> N
 def test_pycuda_is_refused_where_the_pool_is_full_whoever_fills_it(pycuda: Run) -> None:
     found = pycuda(
         """
-        framework.apply({uuid: 64 * MIB}, {})
+        apply_caps(framework, {uuid: 64 * MIB})
         told, asked_for = [], []
         framework.on_refusal = lambda moment: told.append([moment.requested, moment.source])
         framework.on_shortage = lambda shortage: asked_for.append(list(shortage)) or False
@@ -192,7 +191,7 @@ def test_a_ctrl_c_within_pycudas_allocation_or_free_loses_no_block(pycuda: Run) 
     found = pycuda(
         """
         import memguard
-        framework.apply({uuid: 64 * MIB}, {})
+        apply_caps(framework, {uuid: 64 * MIB})
         drv.mem_alloc(MIB)
         root, state = memguard.__path__[0], {"left": None}
         def trace(frame, event, arg):
@@ -230,7 +229,7 @@ def test_another_context_of_pycudas_lies_outside_and_that_is_said(pycuda: Run) -
     found = pycuda(
         """
         make_context = drv.Device.make_context
-        framework.apply({uuid: 64 * MIB}, {})
+        apply_caps(framework, {uuid: 64 * MIB})
         other = make_context(drv.Device(0))
         block = drv.mem_alloc(MIB)
         result["notes"], result["plain"] = framework.notes, stub.stub_taken()
@@ -247,7 +246,7 @@ def test_where_the_driver_cannot_cap_the_pool_memguard_refuses(pycuda: Run) -> N
         """
         joint = SharedPool({uuid: 64 * MIB}, print, clients=["jax"])
         framework = PooledPyCUDA(host, joint)
-        framework.apply({uuid: 64 * MIB}, {})
+        apply_caps(framework, {uuid: 64 * MIB})
         first = drv.mem_alloc(40 * MIB)
         try:
             drv.mem_alloc(30 * MIB)
@@ -267,7 +266,7 @@ def test_two_threads_do_not_pass_that_cap_together(pycuda: Run) -> None:
         """
         joint = SharedPool({uuid: 64 * MIB}, print, clients=["jax"])
         framework = PooledPyCUDA(host, joint)
-        framework.apply({uuid: 64 * MIB}, {})
+        apply_caps(framework, {uuid: 64 * MIB})
         both, waits = threading.Barrier(2, timeout=10), []
         from memguard._devices.pools import DefaultPool as kind
         looked = kind.used
@@ -302,7 +301,7 @@ def test_numbas_arrays_are_blocks_of_the_pool_and_large_ones_go_back_at_once(num
     found = numba(
         NUMBA
         + """
-applied = framework.apply({uuid: 64 * MIB}, {})
+applied = apply_caps(framework, {uuid: 64 * MIB})
 large, small = bytes_of(5 * MIB), bytes_of(1000)
 result["usage"], result["pool"] = framework.usage(gpu)[:3], joint.figures(uuid)
 result["plain"] = stub.stub_taken()
@@ -337,7 +336,7 @@ def test_numba_is_refused_with_its_own_error_after_its_pending_frees(numba: Run)
     found = numba(
         NUMBA
         + """
-framework.apply({uuid: 64 * MIB}, {})
+apply_caps(framework, {uuid: 64 * MIB})
 told = []
 framework.on_refusal = lambda moment: told.append(moment.requested)
 live = bytes_of(40 * MIB)
@@ -366,12 +365,12 @@ def test_a_numba_that_is_live_or_has_another_manager_is_refused(numba: Run) -> N
 from memguard.errors import CapNotApplied, ConflictingSetting
 array = bytes_of(10)
 try:
-    framework.apply({uuid: 64 * MIB}, {})
+    apply_caps(framework, {uuid: 64 * MIB})
 except CapNotApplied as error:
     result["live"] = str(error)
 module._memory_manager = type("Other", (module.NumbaCUDAMemoryManager,), {})
 try:
-    framework.apply({uuid: 64 * MIB}, {})
+    apply_caps(framework, {uuid: 64 * MIB})
 except ConflictingSetting as error:
     result["other"] = error.setting
 result["nothing"] = [framework.usage(gpu), joint._counts == {}]
@@ -385,13 +384,13 @@ def test_a_new_budget_finds_the_contexts_of_the_one_before(numba: Run) -> None:
     found = numba(
         NUMBA
         + """
-applied = framework.apply({uuid: 64 * MIB}, {})
+applied = apply_caps(framework, {uuid: 64 * MIB})
 first = bytes_of(3 * MIB)
 applied.undo()
 joint.restore()
 again = SharedPool({uuid: 64 * MIB}, print)
 second = PooledNumba(host, again)
-second.apply({uuid: 64 * MIB}, {})
+apply_caps(second, {uuid: 64 * MIB})
 array = bytes_of(2 * MIB)
 result["counted"] = [second._counted_on(uuid), again.figures(uuid)[1]]
 del first

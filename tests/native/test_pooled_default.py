@@ -36,7 +36,7 @@ def test_jax_is_asked_for_its_async_allocator_without_preallocation(with_jax: Ru
     found = with_jax(
         JAX
         + """
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 result["enforcement"], result["notes"] = applied.enforcement.value, list(applied.notes)
 result["options"] = options()
 result["nothing"] = [framework.usage(gpu), joint._counted(uuid)]
@@ -57,14 +57,14 @@ def test_what_jax_says_it_uses_is_counted_and_a_silent_one_is_unknown(with_jax: 
     found = with_jax(
         JAX
         + """
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 (local,) = backend(0)
 local.memory_stats = lambda: {"bytes_in_use": 5 * MIB}
 result["usage"], result["counted"] = framework.usage(gpu)[:3], joint._counted(uuid)
 local.memory_stats = lambda: None
 result["silent"], result["none"] = framework.usage(gpu)[:3], joint._counted(uuid)
 result["stays"] = raised(applied.undo)
-result["standing"] = dict(module.standing_caps)
+result["standing"] = dict(module.permanent_caps)
 """
     )
     mib = 1 << 20
@@ -78,11 +78,11 @@ def test_a_jax_that_is_live_or_has_another_allocator_is_refused(with_jax: Run) -
         JAX
         + """
 os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
-result["setting"] = setting(lambda: framework.apply({uuid: 4 * GIB}, {}))
+result["setting"] = setting(lambda: apply_caps(framework, {uuid: 4 * GIB}))
 os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "cuda_async"
-framework.apply({uuid: 4 * GIB}, {}).undo()
+apply_caps(framework, {uuid: 4 * GIB}).undo()
 backend(4 * GIB)
-result["live"] = raised(lambda: framework.apply({uuid: 4 * GIB}, {}))
+result["live"] = raised(lambda: apply_caps(framework, {uuid: 4 * GIB}))
 """
     )
     assert found["setting"] == "XLA_PYTHON_CLIENT_ALLOCATOR=platform"
@@ -94,7 +94,7 @@ def test_tensorflow_is_asked_by_its_variable_which_is_taken_back(with_tensorflow
         TENSORFLOW
         + """
 gpus()
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 result["enforcement"], result["notes"] = applied.enforcement.value, list(applied.notes)
 result["asked"] = os.environ.get(NAME)
 os.environ[NAME] = "cuda_malloc"
@@ -114,9 +114,9 @@ def test_another_allocator_of_tensorflows_is_refused_and_without_a_gpu_nothing_i
         TENSORFLOW
         + """
 os.environ[NAME] = "cuda_malloc"
-result["setting"] = setting(lambda: framework.apply({uuid: 4 * GIB}, {}))
+result["setting"] = setting(lambda: apply_caps(framework, {uuid: 4 * GIB}))
 result["stays"] = os.environ.pop(NAME)
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 result["absent"], result["variable"] = applied.enforcement.value, os.environ.get(NAME)
 """
     )

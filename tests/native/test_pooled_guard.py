@@ -97,7 +97,7 @@ import ctypes, json, os, sys
 from stand_ins import Host, GIB, MIB
 from memguard import _budget
 from memguard._guard.guard import Guard
-from memguard._budget.shared_pool import POOL
+from memguard._base.types import POOL
 host = Host()
 os.environ["CUDA_STUB_UUIDS"] = host.uuids[0]
 text = {"version": 1, "strategy": "pool", "frameworks": {"pycuda": {"limit": "48MiB"}, "cupy": {"limit": "16MiB"}}}

@@ -33,7 +33,7 @@ joint = SharedPool({uuid: 4 * GIB}, print)
 framework = PooledTorch(host, joint)
 def started(backend="cudaMallocAsync"):
     found = card(host, backend=backend)
-    applied = framework.apply({uuid: 4 * GIB}, {})
+    applied = apply_caps(framework, {uuid: 4 * GIB})
     torch.cuda.init()
     return found, applied
 """
@@ -79,7 +79,7 @@ def test_a_torch_with_the_native_backend_is_refused_with_what_to_do(with_torch: 
 from memguard.errors import ConflictingSetting
 found = card(host)
 try:
-    framework.apply({uuid: 4 * GIB}, {})
+    apply_caps(framework, {uuid: 4 * GIB})
 except ConflictingSetting as error:
     result["setting"], result["text"] = error.setting, str(error)
 result["nothing"] = [len(Pool.live), found.fractions, framework.usage(gpu)]

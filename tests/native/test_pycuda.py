@@ -43,6 +43,7 @@ def test_the_figures_are_the_drivers(stubbed: dict[str, str], kind: str, seed: i
 HIT = """
 import ctypes, gc, sys, threading, weakref
 import pycuda.driver as drv
+from support.capping import apply_caps
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.pycuda.adapter import PyCUDA
 class Host(SimulatedHost):
@@ -54,7 +55,7 @@ stub = ctypes.CDLL("libcuda.so.1")
 stub.stub_asked.restype = ctypes.c_char_p
 host = Host(["h200"])
 framework = PyCUDA(host)
-applied = framework.apply({gpu.uuid: 40 << 20 for gpu in host.devices()}, {})
+applied = apply_caps(framework, {gpu.uuid: 40 << 20 for gpu in host.devices()})
 gpu = host.devices()[0]
 pool = drv.DeviceMemoryPool()
 """
@@ -91,8 +92,8 @@ def test_memguards_pool_gives_back_on_a_thread_without_a_context_and_the_users_o
     """Neither leaks, of which PyCUDA warns, and no context is left on the other thread, which would end the process."""
     code = """
 stub.stub_taken.restype = ctypes.c_size_t
-def give_back(needed=3 << 20):
-    framework.give_back(gpu, needed)
+def trim_partly(needed=3 << 20):
+    framework.trim_partly(gpu, needed)
     print(drv.Context.get_current() is None)
 for way in (drv.mem_alloc, pool.allocate):
     blocks = [way(8 << 20) for _ in range(3)]
@@ -100,7 +101,7 @@ for way in (drv.mem_alloc, pool.allocate):
     blocks.clear()
     for needed in (3 << 20, 1 << 30):
         before = stub.stub_taken()
-        thread = threading.Thread(target=give_back, args=(needed,))
+        thread = threading.Thread(target=trim_partly, args=(needed,))
         thread.start(); thread.join()
         print(before - stub.stub_taken() >> 20)
         again = way(1 << 20)
@@ -194,8 +195,8 @@ def test_a_hit_asks_for_a_block_only_where_the_contexts_id_does_not_tell(
 for _ in range(2):
     drv.mem_alloc(1024)
 mine = framework._last
-asked, lives = [], mine.lives
-mine.lives = lambda: (asked.append(1), lives())[1]
+asked, lives = [], mine.memory_exists
+mine.memory_exists = lambda: (asked.append(1), lives())[1]
 for _ in range(1000):
     drv.mem_alloc(1024)
 print(len(asked))
@@ -259,7 +260,7 @@ class Trims(dict):
         framework.trim(gpu)
         return found
 (tracked,) = framework._others.values()
-tracked._where = Trims(tracked._where)
+tracked._bin_at = Trims(tracked._bin_at)
 block.free()
 stub.stub_taken.restype = ctypes.c_size_t
 print(framework.usage(gpu).held == stub.stub_taken())
@@ -288,13 +289,13 @@ def asked():
         name = stub.stub_asked(len(found))
         found.append(name and name.decode())
     return int(made.ptr) == old, "cuEventRecord" in found, "cuCtxRecordEvent" in found
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 made = drv.Stream(), drv.Stream(0)
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 made = drv.Stream(flags=1)
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 applied.undo()
-print(contexts.may_be_aside(), *asked())
+print(contexts.may_use_non_blocking_streams(), *asked())
 """
     assert [line.split() for line in python(stubbed, "-c", HIT + code + END).splitlines()] == [
         ["True", "True", "False", "True"],  # CUDA was there before the budget, so there may be such a stream
@@ -323,7 +324,7 @@ class Old:
     pass
 drv.DeviceMemoryPool = Old
 try:
-    PyCUDA(host).apply({gpu.uuid: 40 << 20}, {})
+    apply_caps(PyCUDA(host), {gpu.uuid: 40 << 20})
 except CapNotApplied as error:
     print("2021.1" in str(error))
 """

@@ -39,7 +39,7 @@ def state():
 for table in every:
     for entry in (*table.waits, *table.later):
         assert entry.optional or holders(entry.name, entry.but), f"{entry.name} is not in this version"
-    for kind in table.kept:
+    for kind in table.kept_alive:
         if not kind.name.startswith(("rmm", "torch._C:_MemPool", "cupy.cuda.cufft")):
             assert holders(kind.name), f"{kind.name} is not in this version"
 before, originals = state(), {(id(owner), name): _raw(owner, name) for owner, name, _ in places}
@@ -139,7 +139,7 @@ def test_torchs_operators_refuse_the_thread_of_a_block() -> None:
         "add": lambda: x + x, "sum": lambda: x.sum(), "cat": lambda: torch.cat([host, x]), "index": lambda: x[0],
         "factory": lambda: torch.ones(2, device="meta"), "in place": lambda: x.add_(1), "print": lambda: repr(x),
     }
-    chosen = [part._replace(waits=(), kept=()) for part in table.GATES]
+    chosen = [part._replace(waits=(), kept_alive=()) for part in table.GATES]
     gate = gates.close(threading.get_ident(), given=chosen)
     with gate.on_this_thread():
         for name, call in calls.items():

@@ -71,7 +71,7 @@ def test_without_a_gpu_its_share_stays_free_and_it_says_why(with_tensorflow: Run
         SETUP
         + """
 before = dict(os.environ)
-applied = framework.apply({uuid: 4 * GIB}, {"growth": True})
+applied = apply_caps(framework, {uuid: 4 * GIB}, {"growth": True})
 applied.undo()
 result.update(enforcement=applied.enforcement.value, notes=applied.notes, same=dict(os.environ) == before)
 result["state"] = framework.state().value
@@ -92,11 +92,11 @@ def test_the_limit_is_set_in_mib_read_back_and_undone(
         f"import os\nif {before!r}: os.environ['TF_FORCE_GPU_ALLOW_GROWTH'] = {before!r}\n"
         + ONE
         + f"""
-applied = framework.apply({{uuid: 4 * GIB + 2 * MIB}}, {options!r})
+applied = apply_caps(framework, {{uuid: 4 * GIB + 2 * MIB}}, {options!r})
 result["applied"] = [applied.enforcement.value, limits(gpu), os.environ[GROWTH], framework.state().value]
 applied.undo()
 result["undone"] = [limits(gpu), os.environ.get(GROWTH), framework.state().value]
-framework.apply({{uuid: 2 * GIB}}, {{}})
+apply_caps(framework, {{uuid: 2 * GIB}})
 result["again"] = limits(gpu)
 """
     )
@@ -108,8 +108,8 @@ def test_applied_twice_the_first_limit_stays(with_tensorflow: Run) -> None:
     found = with_tensorflow(
         ONE
         + """
-framework.apply({uuid: 4 * GIB}, {})
-framework.apply({uuid: 4 * GIB}, {}).undo()
+apply_caps(framework, {uuid: 4 * GIB})
+apply_caps(framework, {uuid: 4 * GIB}).undo()
 result["limits"] = limits(gpu)
 """
     )
@@ -126,9 +126,9 @@ def test_a_stricter_limit_of_the_users_own_stays_and_a_looser_one_is_refused(
         ONE
         + f"""
 own(gpu, *{mib!r})
-result["setting"] = setting(lambda: framework.apply({{uuid: 4 * GIB}}, {{}}))
+result["setting"] = setting(lambda: apply_caps(framework, {{uuid: 4 * GIB}}))
 result["drift"] = drifts(framework)
-result["text"] = raised(lambda: framework.apply({{uuid: 4 * GIB}}, {{}}))
+result["text"] = raised(lambda: apply_caps(framework, {{uuid: 4 * GIB}}))
 result["limits"], result["growth"] = limits(gpu), os.environ.get(GROWTH)
 """
     )
@@ -153,7 +153,7 @@ def test_a_stricter_limit_of_the_users_own_is_what_holds_and_it_says_so(
         + f"""
 from tensorflow.python.eager import context
 own(gpu, {mib})
-applied = framework.apply({{uuid: 4 * GIB}}, {{"growth": {growth}}})
+applied = apply_caps(framework, {{uuid: 4 * GIB}}, {{"growth": {growth}}})
 tf.config.experimental.get_memory_info = lambda name: {{"current": 100, "peak": 300}}
 def live(yes): context.context()._context_handle = object() if yes else None
 def row():
@@ -163,10 +163,10 @@ live(True)
 result["row"], result["notes"] = row(), framework.notes
 raised(applied.undo)
 framework = TensorFlow(host)
-result["again"] = raised(lambda: framework.apply({{uuid: 4 * GIB}}, {{}}))
+result["again"] = raised(lambda: apply_caps(framework, {{uuid: 4 * GIB}}))
 result["row again"], result["notes again"] = row(), framework.notes
-result["other"] = raised(lambda: TensorFlow(host).apply({{uuid: 2 * GIB}}, {{}}))
-result["stricter"] = raised(lambda: TensorFlow(host).apply({{uuid: 1023 * MIB}}, {{}}))
+result["other"] = raised(lambda: apply_caps(TensorFlow(host), {{uuid: 2 * GIB}}))
+result["stricter"] = raised(lambda: apply_caps(TensorFlow(host), {{uuid: 1023 * MIB}}))
 live(False)
 """
     )
@@ -184,7 +184,7 @@ def test_a_refusal_leaves_no_note_behind(with_tensorflow: Run) -> None:
 own(first, 512)
 own(second, 8192)
 os.environ[GROWTH] = "false"
-result["text"] = raised(lambda: framework.apply({u: GIB for u in host.uuids}, {}))
+result["text"] = raised(lambda: apply_caps(framework, {u: GIB for u in host.uuids}))
 result["left"] = [framework.notes, framework._caps, limits(first), os.environ[GROWTH]]
 """
     )
@@ -204,10 +204,10 @@ def test_allocators_that_know_no_limit_are_refused(with_tensorflow: Run, value: 
         ONE
         + f"""
 os.environ["TF_GPU_ALLOCATOR"] = {value!r}
-result["text"], result["limits"] = raised(lambda: framework.apply({{uuid: GIB}}, {{}})), limits(gpu)
-result["setting"], result["growth"] = setting(lambda: framework.apply({{uuid: GIB}}, {{}})), os.environ.get(GROWTH)
+result["text"], result["limits"] = raised(lambda: apply_caps(framework, {{uuid: GIB}})), limits(gpu)
+result["setting"], result["growth"] = setting(lambda: apply_caps(framework, {{uuid: GIB}})), os.environ.get(GROWTH)
 os.environ["TF_GPU_ALLOCATOR"] = "bfc"
-result["bfc"] = framework.apply({{uuid: GIB}}, {{}}).enforcement.value
+result["bfc"] = apply_caps(framework, {{uuid: GIB}}).enforcement.value
 """
     )
     assert why in found["text"] and "fix: unset TF_GPU_ALLOCATOR" in found["text"]
@@ -224,7 +224,7 @@ def test_of_two_wishes_for_growth_the_budgets_holds_and_it_says_so(
         ONE
         + f"""
 os.environ[GROWTH] = {own!r}
-applied = framework.apply({{uuid: GIB}}, {{"growth": {growth}}})
+applied = apply_caps(framework, {{uuid: GIB}}, {{"growth": {growth}}})
 result["notes"], result["set"] = framework.notes, os.environ[GROWTH]
 applied.undo()
 result["restored"] = os.environ[GROWTH]
@@ -261,7 +261,7 @@ def test_a_limit_that_is_taken_away_before_it_is_live_is_told_then_and_later(
         ONE
         + f"""
 def table(): return __import__("tensorflow.python.eager.context", fromlist="x").context()._virtual_device_map
-applied = framework.apply({{uuid: GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: GIB}})
 {change}
 result["drift"] = drifts(framework)
 framework._live = lambda module: True  # as after the first operation, which would need the GPU
@@ -279,7 +279,7 @@ def test_a_limit_that_is_taken_away_is_told_of_its_gpu(with_tensorflow: Run) -> 
     found = with_tensorflow(
         TWO
         + """
-framework.apply({host.uuids[0]: GIB, host.uuids[1]: 2 * GIB}, {})
+apply_caps(framework, {host.uuids[0]: GIB, host.uuids[1]: 2 * GIB})
 result["before"] = drifts(framework)
 table = __import__("tensorflow.python.eager.context", fromlist="x").context()._virtual_device_map
 table[second] = [tf.config.LogicalDeviceConfiguration(memory_limit=2049)]
@@ -295,7 +295,7 @@ def test_live_it_is_too_late(with_tensorflow: Run) -> None:
         SETUP
         + """
 tf.zeros((2,))
-result["text"], result["growth"] = raised(lambda: framework.apply({uuid: GIB}, {})), os.environ.get(GROWTH)
+result["text"], result["growth"] = raised(lambda: apply_caps(framework, {uuid: GIB})), os.environ.get(GROWTH)
 """
     )
     assert "live before memguard.init()" in found["text"] and "before TensorFlow's first operation" in found["text"]
@@ -307,7 +307,7 @@ def test_once_live_its_limit_stays_and_the_undo_says_so(with_tensorflow: Run) ->
         ONE
         + """
 from tensorflow.python.eager import context
-applied = framework.apply({uuid: GIB}, {})
+applied = apply_caps(framework, {uuid: GIB})
 context.context()._context_handle = object()  # as after the first operation, which would need the GPU
 result["text"] = raised(applied.undo)
 context.context()._context_handle = None
@@ -327,7 +327,7 @@ def test_every_gpu_is_limited(with_tensorflow: Run) -> None:
     found = with_tensorflow(
         TWO
         + """
-applied = framework.apply({host.uuids[0]: GIB, host.uuids[1]: 2 * GIB}, {})
+applied = apply_caps(framework, {host.uuids[0]: GIB, host.uuids[1]: 2 * GIB})
 result["limits"] = limits(first) + limits(second)
 applied.undo()
 result["undone"] = limits(first) + limits(second)
@@ -341,7 +341,7 @@ def test_a_refusal_on_the_second_gpu_takes_the_first_back(with_tensorflow: Run) 
         TWO
         + """
 own(second, 8192)
-result["text"] = raised(lambda: framework.apply({host.uuids[0]: GIB, host.uuids[1]: 2 * GIB}, {}))
+result["text"] = raised(lambda: apply_caps(framework, {host.uuids[0]: GIB, host.uuids[1]: 2 * GIB}))
 result["left"] = [limits(first), limits(second), os.environ.get(GROWTH)]
 """
     )
@@ -357,7 +357,7 @@ def test_a_gpu_that_is_not_in_the_budget_is_refused(with_tensorflow: Run, setup:
     found = with_tensorflow(
         TWO
         + f"""
-result["text"] = raised(lambda: framework.apply({{uuid: GIB for uuid in {setup}}}, {{}}))
+result["text"] = raised(lambda: apply_caps(framework, {{uuid: GIB for uuid in {setup}}}))
 result["left"] = [limits(first), limits(second), os.environ.get(GROWTH)]
 """
     )
@@ -371,7 +371,7 @@ def test_a_limit_that_reads_back_differently_is_refused(with_tensorflow: Run) ->
 read = tf.config.get_logical_device_configuration
 answers = [None, [tf.config.LogicalDeviceConfiguration(memory_limit=7)]]
 tf.config.get_logical_device_configuration = lambda gpu: answers.pop(0) if answers else read(gpu)
-result["text"], result["growth"] = raised(lambda: framework.apply({uuid: GIB}, {})), os.environ.get(GROWTH)
+result["text"], result["growth"] = raised(lambda: apply_caps(framework, {uuid: GIB})), os.environ.get(GROWTH)
 result["left"] = limits(gpu)
 def broken(gpu, asked=[]):
     asked.append(1)
@@ -379,7 +379,7 @@ def broken(gpu, asked=[]):
     return read(gpu)
 tf.config.get_logical_device_configuration = broken
 try:
-    framework.apply({uuid: GIB}, {})
+    apply_caps(framework, {uuid: GIB})
 except RuntimeError as error:
     result["error"] = str(error)
 result["left then"] = limits(gpu)
@@ -506,7 +506,7 @@ def test_what_it_says_of_its_pool(with_tensorflow: Run, growth: bool, expected: 
     found = with_tensorflow(
         ONE
         + f"""
-framework.apply({{uuid: GIB}}, {{"growth": {growth}}})
+apply_caps(framework, {{uuid: GIB}}, {{"growth": {growth}}})
 asked = []
 tf.config.experimental.get_memory_info = lambda name: asked.append(name) or {{"current": 100, "peak": 300}}
 result["early"] = [framework.usage(device), list(asked)]
@@ -572,7 +572,7 @@ def test_a_later_limit_meets_the_cap_by_every_name(
         + f"""
 import inspect
 kept, signature = {setter}, inspect.signature({setter})
-applied = framework.apply({{uuid: GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: GIB}})
 wanted = [tf.config.LogicalDeviceConfiguration(memory_limit=m) for m in {asked!r}]
 for _ in range(3):
     kept(gpu, wanted)
@@ -602,7 +602,7 @@ def text(call):
         return [type(error).__name__, str(error)]
 ask = lambda: tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration()])
 result["without"] = text(ask)
-framework.apply({uuid: GIB}, {})
+apply_caps(framework, {uuid: GIB})
 result["within"], result["limits"] = text(ask), limits(gpu)
 """
     )
@@ -620,7 +620,7 @@ def text(call):
         call()
     except Exception as error:
         return type(error).__name__
-applied = framework.apply({u: GIB for u in host.uuids}, {})
+applied = apply_caps(framework, {u: GIB for u in host.uuids})
 for gpu in tf.config.list_physical_devices("GPU"):
     tf.config.experimental.set_memory_growth(gpu, True)
 result["growth"] = [tf.config.experimental.get_memory_growth(gpu) for gpu in (first, second)]
@@ -671,7 +671,7 @@ def split(*mib):
     config.gpu_options.experimental.virtual_devices.add().memory_limit_mb.extend(mib)
     return config
 signature = inspect.signature(v1.Session)
-applied = framework.apply({{uuid: GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: GIB}})
 given = {config}
 before = given.gpu_options.SerializeToString() if given is not None else b""
 with tf.Graph().as_default():
@@ -697,7 +697,7 @@ def test_a_session_of_two_gpus_that_names_one(with_tensorflow: Run) -> None:
         TWO
         + """
 v1 = tf.compat.v1
-framework.apply({host.uuids[0]: GIB, host.uuids[1]: 2 * GIB}, {})
+apply_caps(framework, {host.uuids[0]: GIB, host.uuids[1]: 2 * GIB})
 def limits_of(**options):
     with tf.Graph().as_default(), v1.Session(config=v1.ConfigProto(gpu_options=v1.GPUOptions(**options))) as session:
         return [list(v.memory_limit_mb) for v in session._config.gpu_options.experimental.virtual_devices]
@@ -712,7 +712,7 @@ def test_the_users_lower_limit_holds_in_sessions_too_and_split_gpus_are_numbered
         TWO
         + """
 v1 = tf.compat.v1
-framework.apply({u: GIB for u in host.uuids}, {})
+apply_caps(framework, {u: GIB for u in host.uuids})
 own(first, 200, 100)
 with tf.Graph().as_default(), v1.Session(config=v1.ConfigProto()) as session:
     result["limits"] = [list(v.memory_limit_mb) for v in session._config.gpu_options.experimental.virtual_devices]
@@ -729,7 +729,7 @@ def test_an_allocator_without_a_limit_chosen_later_is_not_built(with_tensorflow:
         ONE
         + LATER
         + f"""
-applied = framework.apply({{uuid: GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: GIB}})
 os.environ["TF_GPU_ALLOCATOR"] = {name!r}
 with tf.Graph().as_default(): {start if "v1" in start else "pass"}
 {start if "v1" not in start else "pass"}
@@ -748,7 +748,7 @@ def test_in_a_forked_child_nothing_is_held(with_tensorflow: Run) -> None:
         ONE
         + LATER
         + """
-framework.apply({uuid: GIB}, {})
+apply_caps(framework, {uuid: GIB})
 framework.forked()
 own(gpu, 4096)
 with tf.Graph().as_default(), tf.compat.v1.Session(config=tf.compat.v1.ConfigProto()) as session:
@@ -768,7 +768,7 @@ from tensorflow.python.eager.context import Context
 def now(): return [Context.set_logical_device_configuration, Context.set_memory_growth, BaseSession.__init__,
     Context._compute_gpu_options]
 before, table = now(), TensorFlow._limit
-applied = framework.apply({uuid: GIB}, {})
+applied = apply_caps(framework, {uuid: GIB})
 result["replaced"] = [a is not b for a, b in zip(now(), before)]
 applied.undo()
 result["back"] = now() == before and limits(gpu) == []
@@ -781,7 +781,7 @@ for step in range(4):
         return put(self, *args)
     Replacements.put = interrupted
     try:
-        TensorFlow(host).apply({uuid: GIB}, {})
+        apply_caps(TensorFlow(host), {uuid: GIB})
     except KeyboardInterrupt:
         result["back"] &= now() == before and limits(gpu) == [] and GROWTH not in os.environ
     else:

@@ -46,7 +46,7 @@ def test_an_imported_cpu_build_is_absent_and_never_initialised(with_torch: Run) 
 result["state"] = framework.state().value
 result["nothing"] = [framework.usage(gpu), framework.trim(gpu), framework.record(), framework.about()]
 result["live"] = torch.cuda.is_initialized()
-result["refused"] = raised(lambda: framework.apply({uuid: GIB}, {}))
+result["refused"] = raised(lambda: apply_caps(framework, {uuid: GIB}))
 result["oom"] = [torch.OutOfMemoryError.__name__]
 """
     )
@@ -78,7 +78,7 @@ def test_the_cap_waits_in_torchs_own_queue_and_is_set_when_torch_initialises(wit
         SETUP
         + """
 found = card(host)
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 result["before"] = [torch.cuda.is_initialized(), found.started, dict(found.fractions), framework.usage(gpu)]
 result["kind"] = [applied.enforcement.value, len(applied.notes), applied.permanent]
 torch.cuda.init()
@@ -98,7 +98,7 @@ def test_undone_before_torch_initialises_nothing_is_left_in_the_queue(with_torch
         + """
 found = card(host)
 before = list(torch.cuda._queued_calls)
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 result["queued"] = len(torch.cuda._queued_calls) - len(before)
 mine = torch.cuda._queued_calls[-1][0]
 applied.undo()
@@ -144,7 +144,7 @@ def test_a_live_torch_is_capped_at_once_and_what_it_holds_above_is_told(with_tor
 found = card(host)
 torch.cuda.init()
 found.stats = {"reserved_bytes": {"all": {"current": 5 * GIB}}, "allocated_bytes": {"all": {"current": GIB}}}
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 result["exact"], result["held"] = exact(found), framework.usage(gpu).held
 framework.resize({uuid: 6 * GIB})
 result["resized"] = exact(found)
@@ -161,7 +161,7 @@ def test_expandable_segments_are_capped_one_piece_lower(with_torch: Run) -> None
         SETUP
         + """
 found = card(host, expandable=True)
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 torch.cuda.init()
 result["exact"] = exact(found)
 result["about"] = framework.about()
@@ -180,7 +180,7 @@ def test_a_fraction_that_reads_back_differently_is_refused_and_taken_back(with_t
 found = card(host)
 torch.cuda.init()
 torch._C._cuda_getMemoryFraction = lambda ordinal: 1.0
-result["text"] = raised(lambda: framework.apply({uuid: 4 * GIB}, {}))
+result["text"] = raised(lambda: apply_caps(framework, {uuid: 4 * GIB}))
 result["restored"], result["drift"] = found.fractions[0], drifts(framework)
 """
     )
@@ -193,7 +193,7 @@ def test_a_refusal_in_the_queue_comes_out_of_torchs_own_initialisation(with_torc
         + """
 found = card(host)
 found.multiprocessors = 1
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 try:
     torch.cuda.init()
 except torch.cuda.DeferredCudaCallError as error:
@@ -246,7 +246,7 @@ from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200")
 found = card(host)
 framework = Torch(host)
-framework.apply(dict.fromkeys(host.uuids, 4 * GIB), {})
+apply_caps(framework, dict.fromkeys(host.uuids, 4 * GIB))
 torch.cuda.init()
 def stats(ordinal):
     current, peak, ever = figures[ordinal]
@@ -290,7 +290,7 @@ host = Host("h200", "h200", "h200")
 found = card(host)
 torch._C._cuda_getMemoryFraction = lambda n: int(found.fractions.get(n, 1.0) * TOTAL) / TOTAL  # as torch computes it
 torch.cuda.init()
-applied = Torch(host).apply(dict.fromkeys(host.uuids, 4 * GIB + 2 * MIB), {})
+applied = apply_caps(Torch(host), dict.fromkeys(host.uuids, 4 * GIB + 2 * MIB))
 found.fractions[1], found.fractions[2] = 0.001, 0.9
 applied.undo()
 result["left"] = [found.fractions[n] for n in range(3)]
@@ -309,7 +309,7 @@ host = Host("h200", "h200")
 found = card(host)
 torch.cuda.init()
 framework, done = Torch(host), []
-applied = framework.apply(dict.fromkeys(host.uuids, 4 * GIB), {})
+applied = apply_caps(framework, dict.fromkeys(host.uuids, 4 * GIB))
 class Pool:
     def restore(self):
         done.append(1)
@@ -348,7 +348,7 @@ framework = Torch(host)
 def broken(ordinal): raise RuntimeError("no properties")
 {change}
 try:
-    framework.apply(dict.fromkeys(host.uuids, 4 * GIB), {{}})
+    apply_caps(framework, dict.fromkeys(host.uuids, 4 * GIB))
 except Exception as error:
     result["error"] = type(error).__name__
 result["caps"] = [framework._caps, framework._before, framework._set, framework._expandable]
@@ -370,7 +370,7 @@ read, asked = torch._C._cuda_memorySnapshot, []
 torch._C._cuda_memorySnapshot = lambda *args: asked.append(1) or read(*args)
 foretold = [framework.footprint(64 * MIB)]
 early = len(asked)
-applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: 4 * GIB}})
 applied_at = len(asked)
 foretold += [framework.footprint(64 * MIB) for _ in range(5)]
 result["asked"] = [early, len(asked) - applied_at]
@@ -408,19 +408,19 @@ def test_torch_gives_back_its_whole_cache_and_a_driver_pool_whole_pieces(with_to
         + """
 from types import SimpleNamespace
 found = card(host)
-framework.give_back(gpu, 1)
+framework.trim_partly(gpu, 1)
 result["not live"] = found.emptied
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 torch.cuda.init()
-framework.give_back(gpu, 1)
+framework.trim_partly(gpu, 1)
 result["native"] = found.emptied
 kept, synchronized = [], []
 torch.cuda.synchronize = synchronized.append
 framework._pools[uuid] = SimpleNamespace(reserved=lambda: 320 * MIB, trim=kept.append)
 for needed in (1, 32 * MIB, 33 * MIB, GIB):
-    framework.give_back(gpu, needed)
+    framework.trim_partly(gpu, needed)
 found.capturing = True
-framework.give_back(gpu, GIB)
+framework.trim_partly(gpu, GIB)
 result["kept"] = [size // MIB for size in kept]
 result["waited"], result["emptied"] = len(synchronized), found.emptied
 """
@@ -437,7 +437,7 @@ from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200")
 found = card(host, order=(1, 0))
 framework = Torch(host)
-framework.apply({host.uuids[0]: 4 * GIB, host.uuids[1]: 8 * GIB}, {})
+apply_caps(framework, {host.uuids[0]: 4 * GIB, host.uuids[1]: 8 * GIB})
 torch.cuda.init()
 result["caps"] = [round(found.fractions[ordinal] * TOTAL) for ordinal in (0, 1)]
 """
@@ -452,7 +452,7 @@ import torch
 from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200")
 found = card(host)
-applied = Torch(host).apply({host.uuids[1]: 8 * GIB}, {})
+applied = apply_caps(Torch(host), {host.uuids[1]: 8 * GIB})
 torch.cuda.init()
 result["set"] = list(found.fractions)
 """
@@ -465,7 +465,7 @@ def test_a_cap_changed_before_torch_initialises_is_the_one_that_is_set(with_torc
         SETUP
         + """
 found = card(host)
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 framework.resize({uuid: 6 * GIB})
 result["before"] = dict(found.fractions)
 torch.cuda.init()
@@ -480,7 +480,7 @@ def test_a_forked_child_sets_nothing_when_it_initialises(with_torch: Run) -> Non
         SETUP
         + """
 found = card(host)
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 framework.forked()
 found.multiprocessors = 1
 torch.cuda.init()
@@ -500,7 +500,7 @@ result["fractions"] = found.fractions
 )
 def test_builds_that_cannot_be_capped_are_refused(with_torch: Run, change: str, text: str) -> None:
     found = with_torch(
-        f"{SETUP}\nfound = card(host)\n{change}\nresult['text'] = raised(lambda: framework.apply({{uuid: GIB}}, {{}}))"
+        f"{SETUP}\nfound = card(host)\n{change}\nresult['text'] = raised(lambda: apply_caps(framework, {{uuid: GIB}}))"
     )
     assert text in found["text"] and "fix: " in found["text"]
 
@@ -512,7 +512,7 @@ def test_the_async_backend_cannot_be_capped_without_a_driver_pool(with_torch: Ru
         + """
 found = card(host, backend="cudaMallocAsync")
 torch.cuda.init()
-result["text"], result["fractions"] = raised(lambda: framework.apply({uuid: 4 * GIB}, {})), found.fractions
+result["text"], result["fractions"] = raised(lambda: apply_caps(framework, {uuid: 4 * GIB})), found.fractions
 result["record"] = framework.record()
 """
     )
@@ -527,7 +527,7 @@ def test_an_older_torch_that_does_not_read_fractions_back(with_torch: Run) -> No
         + """
 found = card(host)
 del torch._C._cuda_getMemoryFraction
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 torch.cuda.init()
 result["exact"] = exact(found)
 """
@@ -585,7 +585,7 @@ def test_the_observer_is_attached_once_and_only_when_torch_is_live(with_torch: R
 from memguard._frameworks.torch import adapter
 found, told = card(host), []
 framework.on_refusal = lambda moment: told.append(moment)
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 result["before"] = len(found.observers)
 torch.cuda.init()
 result["live"] = len(found.observers)
@@ -607,7 +607,7 @@ observer(0, GIB, 4 * GIB, GIB)
 result["after"] = len(told)
 second = Torch(host)
 second.on_refusal = lambda moment: told.append(moment)
-second.apply({uuid: 4 * GIB}, {})
+apply_caps(second, {uuid: 4 * GIB})
 observer(0, GIB, 4 * GIB, GIB)
 result["second"], result["attached"] = len(told), len(found.observers)
 result["unseen"] = [framework.unseen(), second.unseen()]
@@ -630,7 +630,7 @@ class Wordless(RuntimeError):
     def __str__(self): raise ValueError("no words")
 def refuse(*args): raise Wordless
 found = card(host)
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 torch.cuda.init()
 (observer,) = found.observers
 handler = logging.Handler()
@@ -656,7 +656,7 @@ result["read"] = observer(0, 2 * GIB, 4 * GIB, 100 * GIB)
 )
 def test_a_torch_without_observer_is_capped_and_says_what_is_not_seen(with_torch: Run, change: str, words: str) -> None:
     found = with_torch(
-        f"{SETUP}\nfound = card(host)\n{change}\ntorch.cuda.init()\nframework.apply({{uuid: 4 * GIB}}, {{}})\n"
+        f"{SETUP}\nfound = card(host)\n{change}\ntorch.cuda.init()\napply_caps(framework, {{uuid: 4 * GIB}})\n"
         "result['unseen'], result['exact'] = framework.unseen(), exact(found)"
     )
     assert words in found["unseen"] and found["exact"] == 4 << 30
@@ -719,9 +719,9 @@ def test_without_its_caching_allocator_there_is_no_cap(with_torch: Run) -> None:
         + """
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 found = card(host)
-text = raised(lambda: framework.apply({uuid: GIB}, {}))
+text = raised(lambda: apply_caps(framework, {uuid: GIB}))
 result["text"], result["queued"] = text, any("memguard" in str(entry[0]) for entry in torch.cuda._queued_calls)
-result["setting"] = setting(lambda: framework.apply({uuid: GIB}, {}))
+result["setting"] = setting(lambda: apply_caps(framework, {uuid: GIB}))
 """
     )
     assert "switches off the caching allocator" in found["text"] and "unset it" in found["text"]
@@ -752,7 +752,7 @@ def test_a_looser_fraction_in_the_environment_is_a_conflict_before_torch_is_live
         + f"""
 os.environ[{name!r}] = {text!r}
 found = card(host)
-result["setting"] = setting(lambda: framework.apply({{uuid: 4 * GIB}}, {{}}))
+result["setting"] = setting(lambda: apply_caps(framework, {{uuid: 4 * GIB}}))
 result["live"] = torch.cuda.is_initialized()
 """
     )
@@ -766,11 +766,11 @@ def test_of_the_two_variables_torch_reads_the_first(with_torch: Run) -> None:
 found = card(host)
 os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "per_process_memory_fraction:0.9"
 os.environ["PYTORCH_ALLOC_CONF"] = "per_process_memory_fraction:0.01"
-result["first"] = setting(lambda: framework.apply({uuid: 4 * GIB}, {}))
+result["first"] = setting(lambda: apply_caps(framework, {uuid: 4 * GIB}))
 os.environ["PYTORCH_ALLOC_CONF"] = "per_process_memory_fraction:0.8"
-result["looser"] = setting(lambda: framework.apply({uuid: 4 * GIB}, {}))
+result["looser"] = setting(lambda: apply_caps(framework, {uuid: 4 * GIB}))
 os.environ["PYTORCH_ALLOC_CONF"] = ""
-result["empty"] = setting(lambda: framework.apply({uuid: 4 * GIB}, {}))
+result["empty"] = setting(lambda: apply_caps(framework, {uuid: 4 * GIB}))
 """
     )
     assert found["first"] is None and found["looser"] == "PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.8"
@@ -785,8 +785,8 @@ from memguard._frameworks.torch.adapter import Torch
 os.environ["PYTORCH_ALLOC_CONF"] = "per_process_memory_fraction:0.1"
 host = Host("h200", "h200")
 found = card(host)
-result["one"] = setting(lambda: Torch(host).apply({host.uuids[1]: 100 * GIB}, {}))
-result["both"] = setting(lambda: Torch(host).apply({host.uuids[0]: 100 * GIB, host.uuids[1]: GIB}, {}))
+result["one"] = setting(lambda: apply_caps(Torch(host), {host.uuids[1]: 100 * GIB}))
+result["both"] = setting(lambda: apply_caps(Torch(host), {host.uuids[0]: 100 * GIB, host.uuids[1]: GIB}))
 """
     )
     assert found["one"] is None and found["both"] is not None
@@ -800,7 +800,7 @@ def test_a_stricter_fraction_of_the_users_own_stays(with_torch: Run, live: bool)
 found = card(host)
 found.fractions[0] = 0.01  # set_per_process_memory_fraction, or what the environment came to
 if {live}: torch.cuda.init()
-applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: 4 * GIB}})
 torch.cuda.init()
 result["fraction"], result["notes"], result["drift"] = found.fractions[0], framework.notes, drifts(framework)
 framework.resize({{uuid: GIB}})
@@ -827,11 +827,11 @@ framework = Torch(host)
 torch.cuda.init()
 found.fractions[1] = 0.5
 caps = dict.fromkeys(host.uuids, 4 * GIB)
-result["text"] = raised(lambda: framework.apply(caps, {}))
-result["setting"] = setting(lambda: framework.apply(caps, {}))
+result["text"] = raised(lambda: apply_caps(framework, caps))
+result["setting"] = setting(lambda: apply_caps(framework, caps))
 result["left"], result["drift"] = [found.fractions.get(n, 1.0) for n in (0, 1)], drifts(framework)
 found.fractions[1] = 1.0
-result["applied"] = framework.apply(caps, {}).enforcement.value
+result["applied"] = apply_caps(framework, caps).enforcement.value
 """
     )
     assert found["setting"] == "torch.cuda.set_per_process_memory_fraction(0.5)"
@@ -846,7 +846,7 @@ import torch
 from memguard._frameworks.torch.adapter import Torch
 host = Host("h200", "h200")
 found = card(host)
-Torch(host).apply(dict.fromkeys(host.uuids, 4 * GIB), {})
+apply_caps(Torch(host), dict.fromkeys(host.uuids, 4 * GIB))
 found.fractions[1] = 0.5
 try:
     torch.cuda.init()
@@ -867,7 +867,7 @@ def test_a_resize_is_no_conflict_with_a_fraction_that_was_there_before(with_torc
 found = card(host)
 torch.cuda.init()
 found.fractions[0] = 0.5
-framework.apply({uuid: 100 * GIB}, {})
+apply_caps(framework, {uuid: 100 * GIB})
 result["own"] = round(found.fractions[0], 6)
 result["resized"] = raised(lambda: framework.resize({uuid: 4 * GIB}))
 result["exact"] = exact(found)
@@ -881,7 +881,7 @@ def test_a_fraction_raised_later_is_told_and_a_lowered_one_is_not(with_torch: Ru
         SETUP
         + """
 found = card(host)
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 result["not live"] = drifts(framework)
 torch.cuda.init()
 result["set"] = drifts(framework)
@@ -924,7 +924,7 @@ def test_an_allocator_of_the_users_own_is_a_conflict(with_torch: Run) -> None:
         SETUP
         + """
 found = card(host, backend="pluggable")
-result["setting"] = setting(lambda: framework.apply({uuid: GIB}, {}))
+result["setting"] = setting(lambda: apply_caps(framework, {uuid: GIB}))
 result["live"], result["fractions"] = torch.cuda.is_initialized(), found.fractions
 """
     )
@@ -940,7 +940,7 @@ def test_rmms_allocator_is_limited_in_rmm(with_torch: Run, live: bool) -> None:
 found = card(host, backend="pluggable")
 rmm()
 if {live}: torch.cuda.init()
-applied = framework.apply({{uuid: GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: GIB}})
 result["applied"] = [applied.enforcement.value, "RMM" in applied.notes[0], resources[0].limit]
 result["live"] = torch.cuda.is_initialized()
 torch.cuda.init()
@@ -960,7 +960,7 @@ def test_an_allocator_swapped_before_torch_is_live_comes_out_of_its_initialisati
         SETUP
         + """
 found = card(host)
-framework.apply({uuid: GIB}, {})
+apply_caps(framework, {uuid: GIB})
 torch._C._cuda_getAllocatorBackend = lambda: "pluggable"
 try:
     torch.cuda.init()
@@ -983,7 +983,7 @@ def test_rmms_allocator_swapped_in_before_torch_is_live_is_limited_or_told(with_
         + RMM
         + f"""
 found = card(host)
-applied = framework.apply({{uuid: GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: GIB}})
 rmm()
 if {pool}: resources[0] = Resource()
 torch._C._cuda_getAllocatorBackend = lambda: "pluggable"
@@ -1006,7 +1006,7 @@ def test_an_allocator_swapped_later_is_told(with_torch: Run) -> None:
         SETUP
         + """
 found = card(host)
-framework.apply({uuid: GIB}, {})
+apply_caps(framework, {uuid: GIB})
 torch.cuda.init()
 torch._C._cuda_getAllocatorBackend = lambda: "pluggable"
 result["drift"] = drifts(framework)
@@ -1191,7 +1191,7 @@ from torch.cuda import set_per_process_memory_fraction as taken_before
 named = [torch.cuda.set_per_process_memory_fraction, torch.cuda.memory.set_per_process_memory_fraction]
 signatures = [inspect.signature(f) for f in named]
 if {live}: torch.cuda.init()
-applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: 4 * GIB}})
 for setter in (*named, taken_before, torch._C._cuda_setMemoryFraction):
     setter({asked}, 0)
 result["exact"], result["drift"], result["heard"] = exact(found), drifts(framework), heard
@@ -1217,7 +1217,7 @@ def test_lower_and_back_up_again(with_torch: Run) -> None:
     found = with_torch(
         LATER
         + """
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 torch.cuda.init()
 steps = []
 for fraction in (0.01, 0.02, 0.9, 0.001, 1.0):
@@ -1237,7 +1237,7 @@ def test_a_gpu_without_a_cap_takes_every_fraction(with_torch: Run) -> None:
     found = with_torch(
         LATER.replace("Host()", 'Host("h200", "h200")')
         + """
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 torch.cuda.init()
 torch.cuda.set_per_process_memory_fraction(0.9, 1)
 result["fractions"], result["heard"] = found.fractions[1], heard
@@ -1268,7 +1268,7 @@ def configure(env):
     if "expandable" in env:
         torch._C._cuda_memorySnapshot = lambda _: {{"allocator_settings": {{"expandable_segments": True}}}}
 torch._C._accelerator_setAllocatorSettings = configure
-applied = framework.apply({{uuid: 4 * GIB}}, {{}})
+applied = apply_caps(framework, {{uuid: 4 * GIB}})
 if {live}: torch.cuda.init()
 warnings.simplefilter("ignore")
 torch.cuda.memory._set_allocator_settings({text!r})
@@ -1290,7 +1290,7 @@ import types
 swapped = []
 torch._C._cuda_changeCurrentAllocator = swapped.append
 allocator = types.SimpleNamespace(allocator=lambda: "theirs")
-applied = framework.apply({uuid: 4 * GIB}, {})
+applied = apply_caps(framework, {uuid: 4 * GIB})
 result["setting"] = setting(lambda: torch.cuda.memory.change_current_allocator(allocator))
 result["swapped"] = list(swapped)
 torch.cuda.init()
@@ -1309,7 +1309,7 @@ def test_a_cache_switched_off_in_the_environment_later_comes_out_of_torchs_initi
     found = with_torch(
         LATER
         + """
-framework.apply({uuid: GIB}, {})
+apply_caps(framework, {uuid: GIB})
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 try:
     torch.cuda.init()
@@ -1325,7 +1325,7 @@ def test_switching_the_cache_off_is_told_at_once(with_torch: Run) -> None:
         LATER
         + """
 torch._C._cuda_cudaCachingAllocator_enable = lambda value: None
-framework.apply({uuid: 4 * GIB}, {})
+apply_caps(framework, {uuid: 4 * GIB})
 torch.cuda.init()
 torch.cuda.caching_allocator_enable(False)
 torch.cuda.caching_allocator_enable(True)
@@ -1352,7 +1352,7 @@ for step in range(5):
         return put(self, *args)
     Replacements.put = interrupted
     try:
-        Torch(host).apply({uuid: GIB}, {})
+        apply_caps(Torch(host), {uuid: GIB})
     except KeyboardInterrupt:
         result[str(step)] = [getattr(torch._C, name) for name in names] == before
 """

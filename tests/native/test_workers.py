@@ -38,7 +38,7 @@ def program(folder: Path, text: str, *, run: bool = False, **env: str) -> tuple[
     env = {**kept, "PYTHONPATH": path, "WITNESS": str(folder / "witness"), "CUDA_VISIBLE_DEVICES": "", **env}
     command = [sys.executable, "-W", "ignore", "script.py"]
     if run:
-        command = [sys.executable, "-m", "memguard", "run", "--simulate", "h200", "--", *command]
+        command = [sys.executable, "-m", "memguard", "run", "--device", "h200", "--", *command]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = [line.split(maxsplit=2) for line in (folder / "witness").read_text().splitlines()]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from memguard._oom import classify as rules
 from memguard._oom import hooks
 from memguard._oom.classify import RULES, Rule
-from memguard._oom.report import ErrorFacts, Verdict, classify
+from memguard._oom.report import Classification, ErrorFacts, classify
 
 HERE = Path(__file__).parent
 CORPUS = {name: json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")) for name in ("real", "lookalikes")}
@@ -28,8 +28,8 @@ def facts_of(entry: dict[str, Any], text: str | None = None) -> ErrorFacts:
     return ErrorFacts(entry["type"], tuple(entry["mro"]), text, entry.get("attributes", {}))
 
 
-def expected(entry: dict[str, Any]) -> Verdict:
-    return Verdict(**entry["expect"])
+def expected(entry: dict[str, Any]) -> Classification:
+    return Classification(**entry["expect"])
 
 
 def first_line(entry: dict[str, Any]) -> tuple[str, str]:
@@ -232,9 +232,9 @@ def test_a_long_text_is_no_trouble() -> None:
 def test_no_text_of_the_corpus_is_passed_over(entry: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     variants = [facts_of(entry), facts_of(entry, entry["text"].swapcase()), wrapped(entry)]
     if entry["expect"]["memory"] == "gpu":
-        assert rules._worth_a_look(variants[0])
+        assert rules._may_match(variants[0])
     quick = [classify(facts) for facts in variants]
-    monkeypatch.setattr(rules, "_worth_a_look", lambda facts: True)
+    monkeypatch.setattr(rules, "_may_match", lambda facts: True)
     assert quick == [classify(facts) for facts in variants]
 
 
@@ -270,7 +270,7 @@ def test_what_a_rule_fits_has_a_stem_or_a_type_that_speaks_of_memory(rule: Rule)
 def test_nothing_around_it_hides_it(before: str, entry: dict[str, Any], after: str) -> None:
     facts = facts_of(entry, f"{before}{entry['text']}{after}")
     if entry["expect"]["memory"] == "gpu":
-        assert rules._worth_a_look(facts)
+        assert rules._may_match(facts)
 
 
 @pytest.mark.parametrize("words", ["x", "e'", "wrong shape of (3, 4), "])
@@ -287,5 +287,5 @@ def test_an_ordinary_error_costs_next_to_nothing(words: str, monkeypatch: pytest
         return min(took)
 
     quick = fastest()
-    monkeypatch.setattr(rules, "_worth_a_look", lambda facts: True)
+    monkeypatch.setattr(rules, "_may_match", lambda facts: True)
     assert quick < fastest() / 10

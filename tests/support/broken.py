@@ -46,8 +46,7 @@ BROKEN: dict[str, Broken] = {
         "tests/gpu/test_evidence.py::test_a_row_grows_and_shrinks_as_the_driver_says[pycuda]",
     ),
     "an undo is left out": Broken(
-        "_frameworks/cupy/adapter.py", "                cupy.cuda.memory.gc = gc\n            self._restore(cupy)\n",
-        "                cupy.cuda.memory.gc = gc\n",
+        "_frameworks/cupy/adapter.py", "        undo.add(self.name, functools.partial(self._restore, cupy))\n", "",
         "tests/gpu/test_elastic_gpu.py::test_a_shutdown_gives_the_limits_back",
     ),
     "a lease is not checked": Broken(

@@ -34,7 +34,7 @@ class Suite:
 
     def __init__(self, name: str, root: Path, folder: Path, simulate: str | None = None) -> None:
         self.name, self.root, self.folder, self._number = name, root, folder, count()
-        self.simulate = [] if simulate is None else ["--simulate", simulate]
+        self.simulate = [] if simulate is None else ["--device", simulate]
         self.inactive: list[str] = []
         """The first test of each process that ended under `memguard run` without an active budget."""
 

@@ -19,7 +19,7 @@ def no_callback_of_another_test() -> Iterator[None]:
     yield
     session = sys.modules.get("memguard._runtime.session")
     if session is not None:
-        session.callbacks.clear()
+        session.event_callbacks.clear()
 
 
 @pytest.fixture

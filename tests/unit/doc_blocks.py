@@ -77,6 +77,7 @@ SHOWN = {
     "docs/oom.md": "test_oom_hooks.py: the report itself",
     "docs/quickstart.md": "tests/doctor/test_doctor_docs.py",
     "docs/retry.md": "a line whose figures are examples; test_retry.py holds its form",
+    "docs/suspend.md": "test_suspend_phase.py: the table of the transitions",
     "docs/top.md": "test_top_cli.py: the screen of the timeline in timeline.md",
     "docs/watching.md": "events with figures as examples; test_pressure.py and test_thresholds.py hold when they come",
     "docs/workloads.md": "lines whose figures are examples; test_workloads.py and test_reclaimable.py hold their form",

@@ -305,7 +305,7 @@ def stand_in(monkeypatch: Any, driver: Driver | None = None) -> Driver:
     lifetimes._open.clear()
     lifetimes._parked.clear()
     monkeypatch.setattr(contexts, "_initialised", driver)
-    monkeypatch.setattr(contexts, "lost", False)
+    monkeypatch.setattr(contexts, "unusable_after_fork", False)
     monkeypatch.setattr(contexts, "_primaries", {})
     monkeypatch.setattr(streams, "_idle", {})
     return driver

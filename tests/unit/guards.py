@@ -10,6 +10,7 @@ import pytest
 
 import memguard
 from memguard._base.types import Applied, Enforcement, State
+from memguard._base.undo import Undo
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks import registry
 from memguard._frameworks.import_hook import ImportHook
@@ -79,16 +80,11 @@ class Steps(SimulatedFramework):
     done: list[str]
     fails: tuple[str, ...] = ()
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         self._step("apply")
-        undo = super().apply(caps, options).undo
-
-        def undone() -> None:
-            self._step("undo")
-            assert undo is not None
-            undo()
-
-        return Applied(Enforcement.ENFORCED, undone)
+        super().apply(caps, options, undo)
+        undo.add(self.name, lambda: self._step("undo"))
+        return Applied(Enforcement.ENFORCED)
 
     def _step(self, step: str) -> None:
         self.done.append(f"{step} {self.name}")

@@ -32,7 +32,7 @@ class SimulatedRunner:
             return one.allocate(size)
         except FrameworkOutOfMemory as error:
             refused = Refused(str(error), error.driver is not None)
-        if one.asks or not self.lends:
+        if one.requests_room or not self.lends:
             return refused
         self.guard.make_room(framework, one.footprint(size), self.gpu)
         try:

@@ -17,6 +17,7 @@ from memguard._base.types import MemoryInfo
 from memguard._base.units import GIB
 from memguard._devices import contexts, suspension
 from memguard._devices.nvml import Nvml
+from memguard._devices.phase import Phase
 from memguard._node.identity import Process
 from memguard._node.suspend import self_suspend
 from memguard._node.suspend.course.task import Calls
@@ -30,10 +31,15 @@ class FakeGate:
     def __init__(self, owner: int | None) -> None:
         self.owner, self.closed = owner, True
         self.told: Callable[[], object] = lambda: None
+        self.destroys: Callable[[], object] = lambda: None
+
+    def lift(self) -> None:
+        self.closed = False
+        self.told()
 
     def open(self) -> None:
         self.closed = False
-        self.told()
+        self.destroys()
 
     def on_this_thread(self) -> contextlib.ExitStack:
         return contextlib.ExitStack()
@@ -61,7 +67,7 @@ class FakeWay:
 
     def gate(self, owner: int | None, undo: Any) -> FakeGate:
         made = FakeGate(owner)
-        undo.add("the gate", made.open)
+        undo.add("the gate", made.lift)
         self.gates.append(made)
         return made
 
@@ -131,6 +137,16 @@ def way_of(monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int] | None = None)
         assert way.running
 
 
+def forget() -> None:
+    """A lost process is as if it ran again: nothing else leads back from there."""
+    own = self_suspend._now
+    assert own is not None and suspension.phase() is Phase.LOST
+    suspension.now = self_suspend._now = None
+    own.on()
+    own.finish()
+    own.way.close()
+
+
 class Touched(AssertionError):
     """NVML, CUDA or a framework was called while the process was off its GPUs."""
 
@@ -169,7 +185,7 @@ class Doors:
         return contexts._initialised
 
 
-__all__ = ["Doors", "FakeWay", "Nvml", "Touched", "way_of"]
+__all__ = ["Doors", "FakeWay", "Nvml", "Touched", "forget", "way_of"]
 
 
 def left(folder: str | Path) -> list[str]:

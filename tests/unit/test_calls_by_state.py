@@ -14,7 +14,7 @@ import pytest
 import memguard
 from memguard._base.types import Event
 from memguard._runtime import runtime
-from memguard._runtime.extensions import Context, Extension
+from memguard._runtime.extensions import Extension, SessionContext
 from memguard._runtime.runtime import Active, Empty, Forked, Idle, Starting, Suspended, this
 
 BUDGET: dict[str, Any] = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}}
@@ -127,7 +127,7 @@ class Within(Extension):
     call: Call = memguard.shutdown
     found = ""
 
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         assert type(this.state) is Starting
         Within.found = outcome(Within.call)
 

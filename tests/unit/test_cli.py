@@ -20,23 +20,7 @@ from memguard import cli, errors
 from memguard._timeline.writer import Writer
 from memguard._tools.simulate.trace import read
 
-COMMANDS = [
-    "check",
-    "doctor",
-    "leases",
-    "plan",
-    "ps",
-    "reclaim",
-    "replay",
-    "report",
-    "resume",
-    "run",
-    "schema",
-    "simulate",
-    "suggest",
-    "suspend",
-    "top",
-]
+COMMANDS = sorted(path.stem for path in Path(cli.__file__).parent.glob("*.py") if not path.name.startswith("_"))
 HOME = Path(memguard.__file__).parents[1]
 
 
@@ -58,35 +42,52 @@ def call(*arguments: str) -> int:
 
 
 def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """Make `memguard schema` raise."""
+    """Make `memguard leases` raise."""
 
-    @click.command("schema")
+    @click.command("leases")
     def command() -> None:
         raise error
 
-    monkeypatch.setattr(importlib.import_module("memguard.cli.schema"), "schema", command)
+    monkeypatch.setattr(importlib.import_module("memguard.cli.leases"), "leases", command)
 
 
 def test_help_lists_every_command_with_a_line_about_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("--help") == 0
     listed = capsys.readouterr().out.partition("Commands:\n")[2].splitlines()
-    assert [line.split()[0] for line in listed] == COMMANDS
-    assert all(len(line.split()) > 3 for line in listed)
+    firsts = [line for line in listed if not line.startswith("   ")]
+    assert [line.split()[0] for line in firsts] == COMMANDS
+    assert all(len(line.split()) > 3 for line in firsts)
+    assert "..." not in "".join(listed), "no sentence is cut"
 
 
 def test_every_file_of_the_command_line_is_a_command() -> None:
-    files = {path.stem for path in Path(cli.__file__).parent.glob("*.py") if not path.name.startswith("_")}
-    assert sorted(files) == COMMANDS
     context = click.Context(cli.main)
     for name in COMMANDS:
         command = cli.main.get_command(context, name)
         assert command is not None and command.name == name
 
 
+def test_a_command_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Adding one touches no list: its file is found, listed with its first sentence, and run."""
+    (tmp_path / "hello.py").write_text(
+        "import click\nfrom memguard.cli.support import options\n\n\n"
+        "@click.command('hello')\n@options.as_json\ndef hello(as_json):\n"
+        '    """Greet whoever runs it. With --json too."""\n    click.echo(f\'hello {as_json}\')\n'
+    )
+    monkeypatch.setattr(cli, "__path__", [*cli.__path__, str(tmp_path)])
+    assert call("--help") == 0
+    assert "\n  hello    Greet whoever runs it.\n" in capsys.readouterr().out
+    assert call("hello", "--json") == 0 and capsys.readouterr().out == "hello True\n"
+    monkeypatch.delitem(sys.modules, "memguard.cli.hello")
+
+
 def test_help_imports_nothing_heavy() -> None:
     code = (
         "import sys\nfrom memguard.cli import main\n"
-        "early = [m for m in sys.modules if m.startswith('memguard.cli.')]\nassert not early, early\n"
+        "early = [m for m in sys.modules if m.startswith('memguard.cli.') and '.support' not in m]\n"
+        "assert not early, early\n"
         "main(['--help'], standalone_mode=False)\n"
         "heavy = {'pydantic', 'yaml', 'rich', 'pynvml', 'torch', 'tensorflow', 'pycuda', 'numpy', 'cuda'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
@@ -98,7 +99,6 @@ def test_help_imports_nothing_heavy() -> None:
 WITHOUT_JSON = {
     "report": "it writes files; the timeline is JSON",
     "run": "it becomes the program, whose output is its own",
-    "schema": "what it prints is JSON",
 }
 
 
@@ -113,7 +113,7 @@ def test_every_command_has_json_or_a_reason() -> None:
 @pytest.mark.parametrize(
     "arguments",
     ["plan absent.yaml --device h200", "plan --device h2000", "replay absent.jsonl", "replay absent.jsonl --smallest",
-     "simulate absent.yaml absent.jsonl", "reclaim --dry-run absent.jsonl", "doctor absent.yaml",
+     "replay -c absent.yaml absent.jsonl", "report absent.jsonl -o -", "doctor -c absent.yaml", "doctor absent.yaml",
      "doctor --explain absent", "doctor --facts absent.json", "suspend 2147483647", "resume 2147483647"],
 )  # fmt: skip
 def test_an_error_is_text_on_stderr_also_with_json(
@@ -132,7 +132,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(
     ("written", "meant"),
-    [("chek", "check"), ("chekc", "check"), ("CHECK", "check"), ("simulat", "simulate"), ("reclam", "reclaim")],
+    [("chek", "check"), ("chekc", "check"), ("CHECK", "check"), ("repaly", "replay"), ("resum", "resume")],
 )
 def test_an_unknown_command_is_a_usage_error_with_the_near_one(
     written: str, meant: str, capsys: pytest.CaptureFixture[str]
@@ -169,7 +169,7 @@ def test_errors_are_one_text_and_their_exit_code(
     error: errors.MemguardError, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raising(monkeypatch, error)
-    assert call("schema") == error.exit_code
+    assert call("leases") == error.exit_code
     said = capsys.readouterr()
     # A budget's problems begin with file:line:column, so that editors and terminals can follow them.
     prefix = "" if isinstance(error, errors.ProblemsError) else "memguard: "
@@ -181,14 +181,14 @@ def test_an_interrupt_ends_as_shells_expect(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     raising(monkeypatch, KeyboardInterrupt())
-    assert call("schema") == 130
+    assert call("leases") == 130
     assert capsys.readouterr().err.strip() == ""
 
 
 def test_a_fault_of_memguard_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     raising(monkeypatch, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
-        cli.main.main(["schema"])
+        cli.main.main(["leases"])
 
 
 def test_a_wrong_file_says_so_without_a_traceback(tmp_path: Path) -> None:
@@ -228,71 +228,93 @@ def test_a_damaged_installation_is_an_error_with_its_fix(tmp_path: Path, file: s
         "from memguard.cli import main\nmain(['check', 'budget.yaml'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 4, done.stderr
     assert done.stderr.startswith("memguard is damaged: another distribution wrote over it")
     assert "\n    fix: `pip uninstall -y memguard memguard-gpu`, then " in done.stderr
     assert len(done.stderr.splitlines()) == 2
 
 
-REPLAY, SIMULATE = "memguard replay a.timeline", "memguard simulate"
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [("simulate", "memguard replay"), ("schema", "memguard check --schema"), ("reclaim", "memguard top --once")],
+)
+def test_a_command_of_an_older_version_names_its_successor(
+    command: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(command, "a.trace") == 2
+    assert capsys.readouterr().err.endswith(f"Error: {command!r} is now `{instead}`\n")
+
+
+@pytest.fixture
+def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder, the current one, with headers of both kinds of recordings and a budget that is not found by default."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("trace", "timeline"):
+        Path(f"a.{name}").write_text(f'{{"memguard_{name}": 1, "recorded": "2026-01-01"}}\n')
+        Path(f"other.{name}").write_text(f'\ufeff{{"recorded": "2026-01-01",\t"memguard_{name}" :1}}')
+    Path("b.yaml").write_text("version: 1\nframeworks:\n  torch: {share: 50%}\n")
+    return tmp_path
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("simulate b.yaml a.timeline", f"a timeline, not a trace\n    fix: {REPLAY} --budget b.yaml"),
-        ("simulate a.timeline --without-budget", f"a timeline, not a trace\n    fix: {REPLAY}"),
-        ("simulate a.timeline", f"a timeline, not a trace\n    fix: {REPLAY}"),
-        ("simulate a.timeline --budget b.yaml", f"a timeline, not a trace\n    fix: {REPLAY} --budget b.yaml"),
-        ("simulate a.timeline b.yaml", f"a timeline, not a trace: {REPLAY} --budget b.yaml"),
-        ("simulate other.timeline --without-budget", "not a trace\n    fix: memguard replay other.timeline"),
-        ("simulate b.yaml 'a b.timeline'", "fix: memguard replay 'a b.timeline' --budget b.yaml"),
-        ("simulate a.trace", "give BUDGET and TRACE, or only TRACE with --without-budget"),
-        ("simulate b.yaml", "give BUDGET and TRACE, or only TRACE with --without-budget"),
-        ("simulate b.yaml a.trace --budget b.yaml", "given twice: memguard simulate TRACE --budget BUDGET"),
-        ("simulate b.yaml a.trace a.trace", "3 files are given: memguard simulate TRACE --budget BUDGET"),
-        ("replay a.trace", f"a trace, not a timeline\n    fix: {SIMULATE} a.trace --without-budget"),
-        ("replay a.trace --budget b.yaml", f"a trace, not a timeline\n    fix: {SIMULATE} b.yaml a.trace"),
-        ("replay b.yaml a.trace", f"a trace, not a timeline\n    fix: {SIMULATE} b.yaml a.trace"),
-        ("replay a.trace b.yaml", f"a trace, not a timeline: {SIMULATE} b.yaml a.trace"),
-        ("replay other.trace", f"not a timeline\n    fix: {SIMULATE} other.trace --without-budget"),
-        ("replay a.timeline b.yaml", "a timeline, not a budget: memguard replay a.timeline --budget b.yaml"),
-        ("simulate a.trace b.yaml", f"a trace, not a budget: {SIMULATE} b.yaml a.trace"),
-        ("simulate a.trace a.trace", f"a trace, not a budget: {SIMULATE} BUDGET TRACE"),
-        ("replay b.yaml", "looks like a budget, and no timeline is given: memguard replay BUDGET TIMELINE"),
-        ("replay b.yaml --budget b.yaml", "no timeline is given: memguard replay BUDGET TIMELINE"),
-        ("replay a.timeline a.timeline", "a timeline, not a budget: memguard replay BUDGET TIMELINE"),
-        ("replay b.yaml a.timeline --budget b.yaml", "given twice: memguard replay TIMELINE --budget BUDGET"),
-        ("replay b.yaml a.timeline a.timeline", "3 files are given: memguard replay TIMELINE --budget BUDGET"),
+        ("replay b.yaml a.timeline", "the budget is an option: memguard replay -c b.yaml a.timeline"),
+        ("replay a.trace b.yaml", "the budget is an option: memguard replay -c b.yaml a.trace"),
+        ("replay b.yaml", "b.yaml looks like a budget, and no recording is given: memguard replay -c BUDGET RECORDING"),
+        ("replay -c b.yaml b.yaml", "no recording is given: memguard replay -c BUDGET RECORDING"),
+        ("replay a.trace a.trace", "2 files are given, and one is replayed: memguard replay -c BUDGET RECORDING"),
+        (
+            "replay -c b.yaml a.trace a.trace",
+            "2 files are given, and one is replayed: memguard replay -c BUDGET RECORDING",
+        ),
+        ("replay a.trace", "name the file: -c BUDGET, or --without-budget"),
+        ("replay other.trace", "name the file: -c BUDGET, or --without-budget"),
+        (
+            "replay -c b.yaml --without-budget a.trace",
+            "-c names a budget and --without-budget uses none: leave one out",
+        ),
+        (
+            "replay --smallest -c b.yaml a.trace",
+            "--smallest is for timelines: a trace has no caps to derive a budget from",
+        ),
+        (
+            "replay --device h200 a.timeline",
+            "--device is for traces: a timeline is replayed on the GPUs that it was recorded on",
+        ),
+        ("check --schema b.yaml", "--schema prints the schema and checks no file: leave the rest out"),
+        ("check -c b.yaml b.yaml", "the budget is given twice: as BUDGET and with -c"),
+        ("plan -c b.yaml b.yaml", "the budget is given twice: as BUDGET and with -c"),
+        ("doctor b.yaml", "the budget is an option: memguard doctor -c b.yaml"),
+        ("top --interval 5years", "unknown unit"),
+        ("top --interval 1ms", "1ms is not between 100ms and 1h"),
+        ("doctor --timeout 100h", "100h is not between 1s and 24h"),
+        ("resume 1 --wait never", "is not a duration"),
     ],
 )
-def test_a_recording_given_to_the_wrong_command_names_the_right_one(
-    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_wrong_command_line_names_the_right_one(
+    arguments: str, said: str, recordings: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("trace", "timeline"):
-        Path(f"a.{name}").write_text(f'{{"memguard_{name}": 1, "recorded": "2026-01-01"}}\n')
-        Path(f"other.{name}").write_text(f'\ufeff{{"recorded": "2026-01-01",\t"memguard_{name}" :1}}')
-    Path("a b.timeline").write_text('{"memguard_timeline":1}')
-    Path("b.yaml").write_text("version: 1\nframeworks:\n  torch: {share: 50%}\n")
     assert call(*shlex.split(arguments)) == 2
-    error = capsys.readouterr().err
-    assert f"{said}\n" in error and "start the file with" not in error
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("order", ["b.yaml RECORDING", "RECORDING --budget b.yaml", "--budget b.yaml RECORDING"])
-def test_simulate_and_replay_take_their_arguments_alike(
-    order: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    root = Path(__file__).parents[2]
-    monkeypatch.chdir(tmp_path)
+def test_replay_recognises_both_kinds_of_recordings(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = Path(__file__).parents[2] / "examples/traces/mixed-h200.jsonl"
     Path("b.yaml").write_text("version: 1\nframeworks:\n  torch: {limit: 1GiB}\n")
-    with Writer(tmp_path / "{rank}.jsonl", plan_of("h200", torch="2GiB")) as writer:
+    with Writer(recordings / "{rank}.jsonl", plan_of("h200", torch="2GiB")) as writer:
         pass
-    for command, recording in (("simulate", root / "examples/traces/mixed-h200.jsonl"), ("replay", writer.path)):
-        code = call(command, *order.replace("RECORDING", str(recording)).split())
-        assert code == (1 if command == "simulate" else 0)
+    for recording, code in ((trace, 1), (writer.path, 0)):
+        assert call("replay", "-c", "b.yaml", str(recording)) == code
         assert "budget's caps" in " ".join(capsys.readouterr().out.split())
+        Path("budget.yaml").write_text(Path("b.yaml").read_text())
+        assert call("replay", str(recording)) == code
+        assert "budget.yaml: -c names another one, --without-budget uses none" in " ".join(
+            capsys.readouterr().out.split()
+        )
+        Path("budget.yaml").unlink()
+    assert call("replay", str(writer.path)) == 0, "without a budget file the caps are the recorded ones"
+    assert call("replay", str(trace), "--without-budget") == 1, "the card is full"
 
 
 ELASTIC = """\
@@ -336,7 +358,7 @@ def test_a_simulation_says_that_elastic_caps_do_not_move_in_it(
 ) -> None:
     (tmp_path / "b.yaml").write_text(ELASTIC)
     trace = str(Path(__file__).parents[2] / "examples" / "traces" / "mixed-h200.jsonl")
-    assert call("simulate", str(tmp_path / "b.yaml"), trace) in (0, 1)
+    assert call("replay", "-c", str(tmp_path / "b.yaml"), trace) in (0, 1)
     printed = " ".join(capsys.readouterr().out.split())
     assert "note: torch and cupy: elastic caps move while a program runs; here they stay as the plan begins" in printed
 
@@ -346,14 +368,14 @@ def test_a_recording_of_the_other_kind_is_said_by_the_reader_itself(tmp_path: Pa
     with pytest.raises(errors.TraceError, match="a:1: this is a timeline, not a trace\n    fix: memguard replay"):
         read(tmp_path / "a")
     (tmp_path / "a").write_text('{"recorded": "2026-01-01", "memguard_trace": 1}\n')
-    with pytest.raises(errors.TimelineError, match="a timeline: this is a trace\n    fix: memguard simulate"):
+    with pytest.raises(errors.TimelineError, match="a timeline: this is a trace\n    fix: memguard replay"):
         memguard.load_timeline(tmp_path / "a")
 
 
 def test_a_package_that_is_missing_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     raising(monkeypatch, ModuleNotFoundError("No module named 'pydantic'", name="pydantic"))
     with pytest.raises(ModuleNotFoundError):
-        cli.main.main(["schema"])
+        cli.main.main(["leases"])
 
 
 NAMED = ["h200", "A10", "rtx5090", "h100-1g.10gb", "24GiB", "gpus.yaml", "./gpus.yaml"]
@@ -392,7 +414,7 @@ def test_a_file_of_gpus_is_found_by_a_program_that_has_changed_its_folder(budget
     code = "import os; os.chdir('/'); import memguard; print(len(memguard.init({'version': 1, 'frameworks': {'torch': "
     code += "{'share': '50%'}}}, replace=True).plan.devices))"
     done = subprocess.run(
-        [sys.executable, "-m", "memguard", "run", "--simulate", "gpus.yaml", "--", sys.executable, "-c", code],
+        [sys.executable, "-m", "memguard", "run", "--device", "gpus.yaml", "--", sys.executable, "-c", code],
         env=environment(), capture_output=True, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
@@ -400,7 +422,7 @@ def test_a_file_of_gpus_is_found_by_a_program_that_has_changed_its_folder(budget
 
 @pytest.mark.parametrize(
     "arguments",
-    ["plan --device {}", "plan ../budget.yaml --device h200 --device {}", "run --simulate {} -- true"],
+    ["plan --device {}", "plan ../budget.yaml --device h200 --device {}", "run --device {} -- true"],
 )
 @pytest.mark.parametrize("name", ["a100", "h20", "24GB", "10MiB", "absent.yaml", ""])
 def test_a_wrong_gpu_is_a_wrong_argument(
@@ -410,7 +432,7 @@ def test_a_wrong_gpu_is_a_wrong_argument(
     assert "\n    fix: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate", "run"])
+@pytest.mark.parametrize("command", ["plan", "replay", "run", "suggest"])
 def test_help_lists_the_gpus(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert call(command, "--help") == 0
     said = " ".join(capsys.readouterr().out.split())

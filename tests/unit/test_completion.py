@@ -12,9 +12,9 @@ import pytest
 from click.shell_completion import ShellComplete
 
 import memguard
-from memguard._base.findings import NAMES
-from memguard._base.specs import SPECS
+from memguard._base.findings import names
 from memguard._devices.catalog import CATALOGUE, SLICES
+from memguard._frameworks.specs import SPECS
 from memguard.cli import main
 
 HOME = Path(memguard.__file__).parents[1]
@@ -45,19 +45,17 @@ FOLDERS = ["configs/", "odd/", "runs/"]
 
 @pytest.mark.parametrize(
     "before",
-    ["check", "check budget.yaml", "plan", "doctor", "doctor -c", "doctor --config", "run -c", "replay --budget",
-     "simulate --budget"],
+    ["check", "check budget.yaml", "check -c", "plan", "plan -c", "doctor -c", "doctor --config", "run -c",
+     "replay -c"],
 )  # fmt: skip
 def test_budgets(before: str) -> None:
     assert offered(*before.split(), "") == ["budget.yaml", "other.YML", *FOLDERS]
     assert offered(*before.split(), "bu") == ["budget.yaml"]
 
 
-@pytest.mark.parametrize("command", ["replay", "simulate"])
-def test_a_recording_comes_alone_or_after_a_budget(command: str) -> None:
-    assert offered(command, "") == ["budget.yaml", "other.YML", "run-1-0.jsonl", *FOLDERS]
-    assert offered(command, "budget.yaml", "") == ["run-1-0.jsonl", *FOLDERS]
-    assert offered("reclaim", "--dry-run", "r") == ["run-1-0.jsonl", "runs/"]
+def test_recordings() -> None:
+    assert offered("replay", "") == ["run-1-0.jsonl", *FOLDERS]
+    assert offered("replay", "-c", "budget.yaml", "r") == ["run-1-0.jsonl", "runs/"]
 
 
 def test_other_files() -> None:
@@ -83,7 +81,7 @@ def test_what_the_shell_does_better_is_left_to_it() -> None:
     assert offered("check", "a\0b") == ["<file>"]
 
 
-@pytest.mark.parametrize("before", ["plan --device", "simulate --device", "run --simulate"])
+@pytest.mark.parametrize("before", ["plan --device", "replay --device", "run --device", "suggest --device"])
 def test_gpus(before: str) -> None:
     assert offered(*before.split(), "") == list(CATALOGUE)
     assert offered(*before.split(), "h200-1") == [name for name in SLICES if name.startswith("h200-1")] != []
@@ -93,7 +91,7 @@ def test_gpus(before: str) -> None:
 
 def test_findings_and_frameworks() -> None:
     for option in ("--explain", "--ignore"):
-        assert offered("doctor", option, "") == list(NAMES)
+        assert offered("doctor", option, "") == list(names())
         assert offered("doctor", option, "driver-t") == ["driver-too-old"]
     assert offered("doctor", "--framework", "") == list(SPECS)
     assert offered("doctor", "--framework", "cu") == ["cupy"]
@@ -105,7 +103,7 @@ def test_commands_and_options() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", ["plan --device h", "doctor --explain d", "doctor --framework t", "check b", "replay b", "run -c b"]
+    "words", ["plan --device h", "doctor --explain d", "doctor --framework t", "check b", "replay r", "run -c b"]
 )
 def test_a_shell_gets_it_quickly(words: str) -> None:
     """In a real process, which imports nothing heavy."""

@@ -23,8 +23,7 @@ from jsonschema import Draft202012Validator
 
 import memguard
 from memguard import _budget
-from memguard._base.findings import NAMES
-from memguard._base.specs import SPECS
+from memguard._base.findings import names
 from memguard._base.units import GIB, MIB
 from memguard._budget import (
     FRAMEWORKS,
@@ -41,9 +40,9 @@ from memguard._budget import (
     parse,
 )
 from memguard._budget.schema import MODELS
+from memguard._frameworks.specs import SPECS
 from memguard.cli.check import check
 from memguard.cli.plan import plan
-from memguard.cli.schema import schema
 from memguard.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -549,7 +548,7 @@ def resolved(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain(text: str) -> Any:
-    from memguard._budget.yaml import read
+    from memguard._base.yaml import read
 
     return read(text).data
 
@@ -686,7 +685,7 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
     monitor = resolved(properties["monitor"])["properties"]
     assert set(monitor) == set(MonitorConfig.model_fields)
     ignore = resolved(properties["doctor"])["properties"]["ignore"]
-    assert ignore["items"]["enum"] == list(NAMES)
+    assert ignore["items"]["enum"] == list(names())
     assert ignore["default"] == list(DoctorConfig().ignore)
     suspend = resolved(properties["suspend"])["properties"]
     assert list(suspend) == list(SuspendConfig.model_fields)
@@ -700,7 +699,7 @@ def test_the_schema_is_a_schema_and_names_what_the_models_name() -> None:
 
 
 def test_the_commands() -> None:
-    assert json.loads(CliRunner().invoke(schema).output) == json_schema()
+    assert json.loads(CliRunner().invoke(check, ["--schema"]).output) == json_schema()
     output = CliRunner().invoke(check, [str(CONFIGS / "several-gpus.yaml")]).output
     assert f"{UUID}: limit 40GiB" in output
     assert "GPU 0: limit 50% of what CUDA can give" in output

@@ -17,13 +17,13 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from memguard._base.specs import SPECS
 from memguard._base.types import Device
 from memguard._base.units import GRANULE
+from memguard._base.yaml import read
 from memguard._budget import FRAMEWORKS, Budget, from_mapping, parse
 from memguard._budget.policy import plan
 from memguard._budget.suggestions import fitting
-from memguard._budget.yaml import read
+from memguard._frameworks.specs import SPECS
 from memguard.errors import ConfigError, PlanError, Problem
 
 # A user who follows fixes

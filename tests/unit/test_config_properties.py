@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from memguard._base.findings import NAMES
+from memguard._base.findings import names
 from memguard._base.units import GIB, GRANULE, MIB
+from memguard._base.yaml import read
 from memguard._budget import FRAMEWORKS, Budget, from_mapping, json_schema, parse
-from memguard._budget.yaml import read
 from memguard.errors import ConfigError
 
 SAMPLE = (Path(__file__).parents[2] / "configs" / "budget.yaml").read_text()
@@ -69,7 +69,7 @@ def invariants(budget: Budget) -> None:
         assert budget.monitor is not None and (budget.metrics.prometheus or budget.metrics.opentelemetry)
         assert budget.metrics.prometheus is None or 1024 <= budget.metrics.prometheus <= 65535
     ignored = budget.doctor.ignore if budget.doctor is not None else ()
-    assert [name for name in NAMES if name in ignored] == list(ignored)
+    assert [name for name in names() if name in ignored] == list(ignored)
     if budget.monitor is not None:
         assert 0.05 <= budget.monitor.interval <= 3600
         assert 0 < budget.monitor.warn < budget.monitor.critical <= 1
@@ -190,7 +190,7 @@ BUDGETS = st.fixed_dictionaries(
         "on_pressure": st.lists(st.sampled_from(["trim", "raise"]) | SCALARS, max_size=3) | ANYTHING,
         "metrics": entries(prometheus=st.integers(1000, 70000), opentelemetry=st.booleans(), job=st.text(max_size=4))
         | ANYTHING,
-        "doctor": entries(ignore=st.lists(st.sampled_from(NAMES) | SCALARS, max_size=3)) | ANYTHING,
+        "doctor": entries(ignore=st.lists(st.sampled_from(names()) | SCALARS, max_size=3)) | ANYTHING,
         "device": entries(
             limit=SIZES | PERCENTS,
             reserve=SIZES | st.just("auto"),
@@ -259,7 +259,7 @@ DEFINED = st.fixed_dictionaries(
                 "job": st.from_regex("[A-Za-z0-9][A-Za-z0-9._/:@-]{0,63}", fullmatch=True),
             },
         ),
-        "doctor": st.fixed_dictionaries({}, optional={"ignore": st.lists(st.sampled_from(NAMES), unique=True)}),
+        "doctor": st.fixed_dictionaries({}, optional={"ignore": st.lists(st.sampled_from(names()), unique=True)}),
         "device": st.fixed_dictionaries({}, optional={"limit": SIZES | PERCENTS, "reserve": SIZES}),
         "devices": st.dictionaries(
             st.sampled_from(["0", "7", "cuda:1", "A100*"]),

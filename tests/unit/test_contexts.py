@@ -21,7 +21,7 @@ from memguard.errors import DeviceError
 def nothing_found_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(libcuda, "_library", None)
     monkeypatch.setattr(contexts, "_initialised", None)
-    monkeypatch.setattr(contexts, "lost", False)
+    monkeypatch.setattr(contexts, "unusable_after_fork", False)
     monkeypatch.setattr(contexts, "_primaries", {})
     monkeypatch.setattr(contexts, "_handles", {})
 
@@ -44,7 +44,7 @@ def test_without_libcuda_nothing_is_done(no_library: list[tuple[str, int]]) -> N
     with contexts.pushed(0) as there:
         assert there is False
     ran = []
-    with contexts.beside_captures():
+    with contexts.capture_safe():
         ran.append("inside")
     assert ran == ["inside"] and set(no_library) == {("libcuda.so.1", os.RTLD_NOLOAD)}, (
         "the library is looked for, and never loaded"
@@ -52,7 +52,7 @@ def test_without_libcuda_nothing_is_done(no_library: list[tuple[str, int]]) -> N
 
 
 def test_an_error_in_a_block_comes_out_unchanged(no_library: list[tuple[str, int]]) -> None:
-    for block in (lambda: contexts.pushed(0), contexts.beside_captures):
+    for block in (lambda: contexts.pushed(0), contexts.capture_safe):
         with pytest.raises(ZeroDivisionError), block():
             raise ZeroDivisionError
 
@@ -304,10 +304,10 @@ def test_the_doctor_tells_a_foreign_context_from_a_primary_one(
     monkeypatch.setitem(sys.modules, "pycuda.driver", types.ModuleType("pycuda.driver"))
     autoinit = types.SimpleNamespace(context=types.SimpleNamespace(handle=made))
     monkeypatch.setitem(sys.modules, "pycuda.autoinit", autoinit)
-    assert this_process._foreign() is foreign
+    assert this_process._foreign_context() is foreign
     driver.initialised = False
     monkeypatch.setattr(contexts, "_initialised", None)
-    assert this_process._foreign() is None, "nothing has initialised CUDA"
+    assert this_process._foreign_context() is None, "nothing has initialised CUDA"
 
 
 @pytest.mark.parametrize("before", [0, 1, 2])
@@ -318,7 +318,7 @@ def test_captures_of_other_threads_are_left_alone_for_the_block(
     driver = library()
     driver.mode = before
     try:
-        with contexts.beside_captures():
+        with contexts.capture_safe():
             assert driver.mode == 2, "relaxed"
             if raises:
                 raise ZeroDivisionError
@@ -330,7 +330,7 @@ def test_captures_of_other_threads_are_left_alone_for_the_block(
 @pytest.mark.parametrize("settings", [{"initialised": False}, {"fails": "cuThreadExchangeStreamCaptureMode"}])
 def test_an_unchanged_capture_mode_is_not_put_back(library: Callable[..., LibCUDA], settings: dict[str, Any]) -> None:
     driver = library(**settings)
-    with contexts.beside_captures():
+    with contexts.capture_safe():
         driver.fails = ""
     assert driver.done == [] and driver.mode == 0
 

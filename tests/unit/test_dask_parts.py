@@ -147,15 +147,15 @@ Pausing = tuple[Worker, Pause, Undo, "list[str]"]
 
 def test_the_pause_holds_against_dasks_monitor_and_against_others(pausing: Pausing) -> None:
     worker, pause, _, said = pausing
-    pause.tell(False)
+    pause.set_pressure(False)
     assert worker.look() is Status.running and said == []
     for _ in range(3):
-        pause.tell(True)
+        pause.set_pressure(True)
         assert worker.look() is Status.paused
     worker.status = Status.running
-    pause.tell(True)
+    pause.set_pressure(True)
     assert worker.look() is Status.paused and said == ["paused"]
-    pause.tell(False)
+    pause.set_pressure(False)
     assert worker.status is Status.running and said == ["paused", "resumed"]
 
 
@@ -163,18 +163,18 @@ def test_the_hosts_memory_pauses_and_resumes_as_without(pausing: Pausing) -> Non
     worker, pause, _, _ = pausing
     worker.memory = 90
     assert worker.look() is Status.paused
-    pause.tell(True)  # both
+    pause.set_pressure(True)  # both
     assert worker.look() is Status.paused and worker.memory_manager.collected == 2, "Dask goes on freeing host memory"
-    pause.tell(False)
+    pause.set_pressure(False)
     assert worker.look() is Status.paused
-    pause.tell(True)
+    pause.set_pressure(True)
     worker.memory = 10
     assert worker.look() is Status.paused, "the GPU's is critical still"
-    pause.tell(False)
+    pause.set_pressure(False)
     assert worker.look() is Status.running
-    pause.tell(True)
+    pause.set_pressure(True)
     worker.memory = 90
-    pause.tell(False)
+    pause.set_pressure(False)
     assert worker.status is Status.paused
     worker.memory = 10
     assert worker.look() is Status.running
@@ -184,20 +184,20 @@ def test_the_hosts_memory_pauses_and_resumes_as_without(pausing: Pausing) -> Non
 def test_without_dasks_own_pause(pausing: Pausing, without: dict[str, Any]) -> None:
     worker, pause, _, _ = pausing
     vars(worker.memory_manager).update(without)
-    pause.tell(True)
+    pause.set_pressure(True)
     assert worker.status is Status.paused
-    pause.tell(False)
+    pause.set_pressure(False)
     assert worker.status is Status.running
 
 
 def test_a_worker_that_closes_is_left_alone(pausing: Pausing) -> None:
     worker, pause, undo, _ = pausing
     worker.status = Status.closing
-    pause.tell(True)
+    pause.set_pressure(True)
     assert worker.status is Status.closing
-    pause.tell(False)
+    pause.set_pressure(False)
     worker.status = Status.running
-    pause.tell(True)
+    pause.set_pressure(True)
     worker.status = Status.closing
     undo.run()
     assert worker.status is Status.closing
@@ -209,12 +209,12 @@ def interrupt(*_: object) -> None:
 
 def test_the_end_resumes_and_unwraps_also_after_an_interruption(pausing: Pausing) -> None:
     worker, pause, undo, _ = pausing
-    pause.tell(True)
+    pause.set_pressure(True)
     undo.add("something", interrupt)
     with pytest.raises(KeyboardInterrupt):
         undo.run()
     assert worker.status is Status.running and "_maybe_pause_or_unpause" not in vars(worker.memory_manager)
-    pause.tell(True)
+    pause.set_pressure(True)
     assert worker.status is Status.running, "it is over"
 
 
@@ -251,9 +251,9 @@ def test_without_the_private_method_samples_hold_the_pause(caplog: pytest.LogCap
     pause = Pause(worker, lambda what: None)
     pause.begin(undo)
     assert "between two samples" in caplog.text
-    pause.tell(True)
+    pause.set_pressure(True)
     worker.status = Status.running
-    pause.tell(True)
+    pause.set_pressure(True)
     assert worker.status is Status.paused
     undo.run()
     assert worker.status is Status.running

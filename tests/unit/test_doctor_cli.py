@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -23,7 +24,6 @@ import memguard
 from memguard import _budget
 from memguard._base import findings
 from memguard._devices import cuda_order
-from memguard._tools.doctor import explain
 from memguard._tools.doctor.collect import gather
 from memguard._tools.doctor.facts import (
     Cuda,
@@ -124,8 +124,8 @@ def test_healthy_is_0_and_findings_are_1(gathered: Gathered) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["absent.yaml"], "absent.yaml: there is no such file"),
-        (["budget.yaml", "-c", "budget.yaml"], "the budget is given twice"),
+        (["-c", "absent.yaml"], "absent.yaml: there is no such file"),
+        (["budget.yaml"], "the budget is an option: memguard doctor -c budget.yaml"),
         (["--json", "--dump-facts"], "choose one"),
         (["--dump-facts", "f.json"], "--dump-facts writes to stdout: memguard doctor --dump-facts > f.json"),
         (["--ignore", "second-contexts"], "no finding has the name 'second-contexts'\n    fix: write second-context"),
@@ -135,11 +135,11 @@ def test_healthy_is_0_and_findings_are_1(gathered: Gathered) -> None:
         (["--facts", "absent.json"], "absent.json: No such file or directory\n    fix: check the path"),
         (["--facts", "budget.yaml"], "budget.yaml: Invalid JSON"),
         (["--facts", "."], "Is a directory"),
-        (["--facts", "f.json", "budget.yaml"], "--facts FILE reads nothing of this machine"),
+        (["--facts", "f.json", "-c", "budget.yaml"], "--facts FILE reads nothing of this machine"),
         (["--facts", "f.json", "--script", "a.py"], "--facts FILE reads nothing of this machine"),
         (["--facts", "f.json", "--framework", "jax"], "--facts FILE reads nothing of this machine"),
         (["--facts", "f.json", "--timeout", "60"], "--facts FILE reads nothing of this machine"),
-        (["--timeout", "nan"], "nan is not a number of seconds"),
+        (["--timeout", "nan"], "'nan' is not a duration"),
         (["--facts", "/dev/zero"], "/dev/zero: it is larger than any facts (16 MiB)"),
         (["--script", "absent.py"], "absent.py: No such file or directory\n    fix: check the path"),
         (["--script", "-"], "-: No such file or directory"),
@@ -148,7 +148,7 @@ def test_healthy_is_0_and_findings_are_1(gathered: Gathered) -> None:
         (["--explain", "second-contexts"], "no finding has the name 'second-contexts'\n    fix: write second-context"),
     ],
 )
-def test_what_could_not_run_is_2(gathered: Gathered, arguments: list[str], said: str) -> None:
+def test_wrong_input_is_2(gathered: Gathered, arguments: list[str], said: str) -> None:
     os.mkfifo("fifo")
     done = doctor(*arguments)
     assert done.exit_code == 2, done.output
@@ -156,27 +156,27 @@ def test_what_could_not_run_is_2(gathered: Gathered, arguments: list[str], said:
     assert gathered.asked == []
 
 
-def test_a_python_that_cannot_be_asked_is_2_whatever_its_error_says(gathered: Gathered) -> None:
-    for error in (FactsError("no"), memguard.MemguardError("no")):
+def test_an_error_while_it_looks_is_never_1(gathered: Gathered) -> None:
+    for error, code in ((FactsError("no"), 2), (memguard.DeviceError("no"), 3), (memguard.MemguardError("no"), 4)):
         gathered.error = error
-        assert doctor().exit_code == 2
+        assert doctor().exit_code == code
     assert memguard.MemguardError.exit_code == 1  # of the one error, not of its class
 
 
-def test_a_mistake_of_the_doctors_own_is_2_with_its_traceback(
+def test_a_mistake_of_the_doctors_own_is_4_with_its_traceback(
     gathered: Gathered, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gathered.error = ZeroDivisionError("oh")
     with pytest.raises(SystemExit) as ended:  # not click's runner: before 8.2 it loses what was not flushed
         main.main(["doctor"], prog_name="memguard")
     out, err = capsys.readouterr()
-    assert ended.value.code == 2 and "ZeroDivisionError: oh" in err and out == ""
+    assert ended.value.code == 4 and "ZeroDivisionError: oh" in err and out == ""
 
 
-def test_no_framework_at_all_is_2_and_one_that_was_asked_for_1(gathered: Gathered) -> None:
+def test_no_framework_at_all_is_4_and_one_that_was_asked_for_1(gathered: Gathered) -> None:
     gathered.facts = Facts(system=System(executable="~/other/bin/python"))
     done = doctor()
-    assert done.exit_code == 2
+    assert done.exit_code == 4
     assert done.stdout.startswith(
         "memguard doctor: None of PyTorch, TensorFlow, CuPy, JAX, PyCUDA and Numba is\n"
         "  installed for ~/other/bin/python: is it the right environment?\n"
@@ -184,7 +184,7 @@ def test_no_framework_at_all_is_2_and_one_that_was_asked_for_1(gathered: Gathere
     gathered.facts = HEALTHY.model_copy(update={"frameworks": {**HEALTHY.frameworks, "cupy": FrameworkFacts()}})
     done = doctor("--framework", "cupy", "--framework", "jax", "--framework", "torch")
     assert done.exit_code == 1 and "; cupy is not installed for\n  this Python: is it the right" in done.stdout
-    data = json.loads(doctor("budget.yaml", "--json").stdout)
+    data = json.loads(doctor("-c", "budget.yaml", "--json").stdout)
     assert data["healthy"] is False and data["not_installed"] == ["cupy"] and data["findings"] == []
 
 
@@ -212,7 +212,7 @@ def test_what_is_asked_for_is_passed_on(gathered: Gathered) -> None:
     assert budget is None and asked.pop("say") is None  # nobody looks on
     assert asked == {"frameworks": None, "timeout": 60.0, "script": None}
     Path("train.py").write_text("import torch\n")
-    doctor("budget.yaml", "--framework", "jax", "--framework", "torch", "--timeout", "5", "--script", "train.py")
+    doctor("-c", "budget.yaml", "--framework", "jax", "--framework", "torch", "--timeout", "5", "--script", "train.py")
     budget, asked = gathered.asked.pop()
     assert budget == _budget.load("budget.yaml")
     assert (asked["frameworks"], asked["timeout"], asked["script"]) == (("jax", "torch"), 5.0, "train.py")
@@ -225,8 +225,8 @@ def test_findings_are_left_out_by_name_and_by_the_budget(gathered: Gathered) -> 
     done = doctor("--ignore", "xla-fractions", "--ignore", "mig")
     assert done.exit_code == 0 and "left out: mig, xla-fractions" in done.stdout
     Path("budget.yaml").write_text(BUDGET + "doctor: {ignore: [xla-fractions]}")
-    assert doctor("budget.yaml").exit_code == 0
-    done = doctor("budget.yaml", "--ignore", "mig")
+    assert doctor("-c", "budget.yaml").exit_code == 0
+    done = doctor("-c", "budget.yaml", "--ignore", "mig")
     assert done.exit_code == 0 and "left out: mig, xla-fractions" in done.stdout
 
 
@@ -255,34 +255,38 @@ def test_facts_are_dumped_alone_and_give_the_same_findings_anywhere(gathered: Ga
 
 def test_the_list_is_that_of_the_names(gathered: Gathered) -> None:
     done = doctor("--list")
-    assert done.exit_code == 0 and tuple(done.stdout.splitlines()) == findings.NAMES
+    assert done.exit_code == 0 and tuple(done.stdout.splitlines()) == findings.names()
     assert gathered.asked == []
 
 
 def test_the_list_and_a_page_as_json(gathered: Gathered) -> None:
     listed = json.loads(doctor("--list", "--json").stdout)
     assert listed["memguard_findings"] == 1
-    assert listed["findings"] == [{"name": name, "page": f"docs/doctor/{name}.md"} for name in findings.NAMES]
+    assert listed["findings"] == [{"name": name, "page": f"docs/doctor/{name}.md"} for name in findings.names()]
     page = json.loads(doctor("--explain", "mig", "--json").stdout)
     assert page.pop("text") + "\n" == doctor("--explain", "mig").stdout
     assert page == {"memguard_finding": 1, "name": "mig", "page": "docs/doctor/mig.md"}
 
 
-@pytest.mark.parametrize("name", findings.NAMES)
+@pytest.mark.parametrize("name", findings.names())
 def test_a_page_is_printed(gathered: Gathered, name: str) -> None:
     done = doctor("--explain", name)
     assert (done.exit_code, done.stderr) == (0, "")
     page = (ROOT / "docs" / "doctor" / f"{name}.md").read_text(encoding="utf-8")
-    assert done.stdout == page.rstrip() + "\n"
+    title = re.search(r'^title: "?(.+?)"?$', page, re.MULTILINE)
+    assert title is not None and done.stdout.startswith(f"# {name}\n\n**{title[1]}.** ")
+    assert done.stdout.endswith(page.rstrip().partition("\n## ")[2] + "\n") and "severity:" not in done.stdout
     assert gathered.asked == []
 
 
 def test_a_page_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(explain, "_PAGES", tmp_path)
+    monkeypatch.setattr(findings, "PAGES", tmp_path)
     done = doctor("--explain", "mig")
     assert done.exit_code == 2 and done.stderr.startswith("memguard: the page of mig is not installed\n    fix: ")
-    (tmp_path / "mig.md").write_text("# mig\n")
-    assert doctor("--explain", "mig").stdout == "# mig\n"
+    (tmp_path / "mig.md").write_text(
+        "---\ntitle: Parts\nseverity: info\nsection: GPUs\norder: 1\n---\n\n# mig\n\n## Why\n"
+    )
+    assert doctor("--explain", "mig").stdout == "# mig\n\n**Parts.** Info.\n\n## Why\n"
 
 
 def test_a_script_that_cannot_be_read_is_said(gathered: Gathered) -> None:
@@ -362,12 +366,12 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "arguments",
     [
         ["doctor", "--framework", "torch"],
-        ["doctor", "--framework", "torch", "--script", "json.py", "b.yaml"],
+        ["doctor", "--framework", "torch", "--script", "json.py", "-c", "b.yaml"],
         ["doctor", "--framework", "torch", "--dump-facts"],
         ["plan", "b.yaml", "--device", "h200"],
         ["check", "b.yaml"],
         ["run", "--doctor", "-c", "b.yaml", "--", sys.executable, "-P", "-c", "0"],
-        ["run", "--simulate", "h200", "-c", "b.yaml", "--", sys.executable, "-I", "-c", "0"],
+        ["run", "--device", "h200", "-c", "b.yaml", "--", sys.executable, "-I", "-c", "0"],
     ],
     ids=lambda words: " ".join(words[:5:2]),
 )
@@ -402,7 +406,7 @@ def test_a_program_under_run_imports_from_its_own_folder_as_ever(hostile: Path, 
     for words in (["train.py"], ["-c", code], ["-m", "train"]):
         plain = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True)
         under = command(
-            "run", "--simulate", "h200", "-c", str(hostile / "b.yaml"), "--", sys.executable, *words,
+            "run", "--device", "h200", "-c", str(hostile / "b.yaml"), "--", sys.executable, *words,
             cwd=tmp_path, stdout=subprocess.PIPE,
         )  # fmt: skip
         assert (under.returncode, under.stdout) == (0, plain.stdout) and "mine" in plain.stdout
@@ -423,7 +427,9 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-@pytest.mark.parametrize("arguments", [["doctor", "budget.yaml"], ["run", "--doctor", "--", sys.executable, "a.py"]])
+@pytest.mark.parametrize(
+    "arguments", [["doctor", "-c", "budget.yaml"], ["run", "--doctor", "--", sys.executable, "a.py"]]
+)
 def test_what_ends_it_ends_the_processes_that_it_started(
     tmp_path: Path, number: signal.Signals, arguments: list[str]
 ) -> None:
@@ -531,7 +537,7 @@ def test_progress_is_for_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 def test_the_help_of_the_command_line_has_it() -> None:
     done = CliRunner().invoke(main, ["--help"])
-    assert "doctor    Find out why a framework does not work here." in done.stdout
+    assert "doctor   Find out why a framework does not work here." in done.stdout
     assert "Exit code 0: healthy" in CliRunner().invoke(main, ["doctor", "--help"]).stdout
 
 
@@ -618,7 +624,7 @@ def test_a_warning_is_printed_and_the_program_starts(gathered: Gathered, started
 
 
 def test_simulated_gpus_are_not_examined(gathered: Gathered, started: list[Any]) -> None:
-    done = run("--doctor", "--simulate", "h200", "--", "python", "train.py")
+    done = run("--doctor", "--device", "h200", "--", "python", "train.py")
     assert done.exit_code == 2 and "leave one out" in done.stderr
     assert (gathered.asked, started) == ([], [])
 

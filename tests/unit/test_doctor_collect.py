@@ -17,8 +17,9 @@ from doctor_processes import TORCH, environ, write
 
 import memguard
 from memguard import _budget
-from memguard._tools.doctor.collect import answers, gather, machine, missing_libraries, script, this_process
+from memguard._tools.doctor.collect import answers, gather, machine, script, this_process
 from memguard._tools.doctor.collect.processes import Ended
+from memguard._tools.doctor.cuda_libraries import libraries_not_opened
 from memguard._tools.doctor.examine import examine
 from memguard._tools.doctor.facts import Cuda, CudaDevice, Driver, Facts, NvmlDevice, NvmlFacts
 from memguard._tools.doctor.finding import Severity
@@ -119,8 +120,14 @@ def test_no_budget_applies_in_the_probes(site: Path, tmp_path: Path) -> None:
 
 def test_what_memguard_has_put_into_the_environment_is_taken_out_of_the_probes() -> None:
     activate = str(Path(memguard.__file__).parent / "_tools/activation")
-    assert machine.clean({"PYTHONPATH": activate, "MEMGUARD_RUN": "x", "A": "b"}) == {"A": "b", "MEMGUARD_DISABLE": "1"}
-    assert machine.clean({"PYTHONPATH": f"{activate}:/mine:/y/_activation"})["PYTHONPATH"] == "/mine:/y/_activation"
+    assert machine.probe_environment({"PYTHONPATH": activate, "MEMGUARD_RUN": "x", "A": "b"}) == {
+        "A": "b",
+        "MEMGUARD_DISABLE": "1",
+    }
+    assert (
+        machine.probe_environment({"PYTHONPATH": f"{activate}:/mine:/y/_activation"})["PYTHONPATH"]
+        == "/mine:/y/_activation"
+    )
 
 
 def test_a_framework_that_there_is_not(site: Path) -> None:
@@ -221,7 +228,7 @@ def test_an_interrupt_ends_all_probes(site: Path, monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_how_many_run_at_once(driver: Driver, probes: int, cpus: int, most: int) -> None:
-    assert gather.at_once(driver, probes, cpus) == most
+    assert gather.concurrency(driver, probes, cpus) == most
 
 
 def test_what_a_budget_comes_to() -> None:
@@ -425,7 +432,7 @@ def test_a_program_that_cannot_be_read(tmp_path: Path, source: bytes | None, err
     ],
 )  # fmt: skip
 def test_libraries_that_could_not_be_opened(text: str, names: tuple[str, ...]) -> None:
-    assert missing_libraries.libraries_not_opened([text, text]) == names
+    assert libraries_not_opened([text, text]) == names
 
 
 LOGGED = (
@@ -442,14 +449,14 @@ LOGGED = (
 
 @pytest.mark.parametrize(("level", "count"), [(0, 6), (1, 3), (2, 2), (3, 1)])
 def test_what_the_user_has_silenced_is_not_told(level: int, count: int) -> None:
-    assert missing_libraries.shown(LOGGED, level) == LOGGED[-count:]
+    assert answers.visible_lines(LOGGED, level) == LOGGED[-count:]
 
 
 @pytest.mark.parametrize(
     ("given", "level"), [({}, 0), ({"TF_CPP_MIN_LOG_LEVEL": "2"}, 2), ({"TF_CPP_MIN_LOG_LEVEL": "x"}, 0)]
 )
 def test_the_level_of_tensorflows_messages(given: dict[str, str], level: int) -> None:
-    assert machine.level(given) == level
+    assert machine.tensorflow_log_level(given) == level
 
 
 class Pool:
@@ -499,7 +506,7 @@ def test_a_context_that_nvml_does_not_list_is_there_all_the_same(
     monkeypatch.setattr(this_process.contexts, "ordinals", lambda: {UUID: 0})
     monkeypatch.setattr(this_process.contexts, "active", lambda ordinal: active)
     monkeypatch.setattr(this_process.contexts, "current", lambda: current)
-    assert this_process._bytes([UUID]) == held
+    assert this_process._context_bytes([UUID]) == held
 
 
 @pytest.mark.parametrize("executable", [None, ""])
@@ -627,5 +634,5 @@ def test_a_python_that_does_not_start_is_named_with_what_it_said(site: Path, tmp
 
 def test_a_text_that_begins_a_library_s_name_again_and_again_is_soon_read() -> None:
     started = time.process_time()
-    assert missing_libraries.libraries_not_opened(["lib" * 40000]) == ()
+    assert libraries_not_opened(["lib" * 40000]) == ()
     assert time.process_time() - started < 3

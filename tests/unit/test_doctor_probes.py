@@ -17,9 +17,10 @@ import pytest
 from doctor_processes import TORCH, environ, run, write
 
 import memguard
+from memguard._devices import proc
 from memguard._tools.doctor.collect import answers, processes
 from memguard._tools.doctor.collect.gather import PROBES
-from memguard._tools.doctor.collect.processes import descendants, lines, watch
+from memguard._tools.doctor.collect.processes import lines, watch
 from memguard._tools.doctor.examine import examine
 from memguard._tools.doctor.facts import Facts, FrameworkFacts
 from memguard._tools.doctor.finding import Severity
@@ -208,7 +209,7 @@ def test_a_process_that_cannot_be_killed_is_left_behind(tmp_path: Path, monkeypa
     write(tmp_path, "torch", "import time\ntime.sleep(60)")
     killed, over = list[int](), threading.Event()
     with monkeypatch.context() as stuck:
-        stuck.setattr(processes, "_STUCK", 0.2)
+        stuck.setattr(processes, "_KILL_WAIT", 0.2)
         stuck.setattr(os, "killpg", lambda group, number: killed.append(group))
         stuck.setattr(processes, "_kill_marked", lambda mark: None)
         stuck.setattr(os, "kill", lambda pid, number: None)
@@ -439,10 +440,10 @@ def test_descendants() -> None:
     child = subprocess.Popen(["sh", "-c", "sleep 30 & wait"], start_new_session=True)
     try:
         deadline = time.monotonic() + 5
-        while not descendants(child.pid) and time.monotonic() < deadline:
+        while not proc.descendants("/", child.pid) and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert len(descendants(child.pid)) == 1
-        assert child.pid in descendants(os.getpid())
+        assert len(proc.descendants("/", child.pid) or ()) == 1
+        assert child.pid in (proc.descendants("/", os.getpid()) or ())
     finally:
         os.killpg(child.pid, 9)
         child.wait()
@@ -579,7 +580,7 @@ def test_who_may_have_an_environment_that_was_read_as_empty(
     """What has ended, a thread of the kernel, and a kernel that does not say are not waited for."""
     between = f"{' 0' * 17} {code}{' 0' * 22}"  # the end of the code is field 27
     stat = f"7 ({name}) {state} 1 7 7 0 -1 {flags}{between} {start} {end}{' 0' if end else ''}\n"
-    assert processes._may_have_one(stat.encode()) is expected
+    assert processes._may_have_environment(stat.encode()) is expected
 
 
 def test_what_has_no_environment_is_not_waited_for() -> None:

@@ -16,10 +16,10 @@ from simulated_runner import SimulatedRunner
 from support import schedules as _schedules
 from support.oracle import MIB, PAGE, Entry, in_the_way, judge
 
-from memguard._base.specs import SPECS
 from memguard._base.types import State
 from memguard._base.units import round_up
-from memguard._guard.lending import Part, plan_raise, rebalance
+from memguard._frameworks.specs import SPECS
+from memguard._guard.lending import CapState, plan_raise, rebalance
 from memguard.errors import BudgetExceeded
 
 names = st.sampled_from(_schedules.FRAMEWORKS)
@@ -183,7 +183,9 @@ class Figures:
         self.rng, self.terms = rng, _schedules.terms(rng.randrange(1 << 30), 64 * PAGE * 16, 64 * PAGE)
         self.room = self.terms.room
         self.parts = {
-            name: Part(self.terms.least(name), self.terms.most(name), self.terms.least(name), asks=name != "torch")
+            name: CapState(
+                self.terms.least(name), self.terms.most(name), self.terms.least(name), requests_room=name != "torch"
+            )
             for name in self.terms.shares
         }
         self.names = list(self.parts)
@@ -226,11 +228,11 @@ class Figures:
                 assert round_up(wanted) > allowed, f"{name} was refused {wanted} of {allowed}"
                 assert wanted > self.parts[name].least
                 return False
-            if not loan.calls:
+            if not loan.trims:
                 self.move(loan.caps)
                 assert self.parts[name].cap >= wanted
                 return True
-            sibling, size = loan.calls[0]
+            sibling, size = loan.trims[0]
             self.trim(sibling, size if self.rng.random() < 0.5 else self.parts[sibling].idle)
         raise AssertionError(f"{name} asked for {wanted} again and again")
 

@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 
 import memguard
 from memguard import api
-from memguard._base.framework_spec import DOORS, KERNELS, LAZY, LIBRARIES
-from memguard._base.specs import SPECS
+from memguard._base.framework_spec import ENTRY_POINTS, KERNELS, LAZY, LIBRARIES
 from memguard._base.units import MIB
 from memguard._devices import loaded_libraries
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
-from memguard._ledger.overhead import ANY, LINGER, Overhead
+from memguard._frameworks.specs import SPECS
+from memguard._ledger.overhead import ANY, FIRST_USE_SECONDS, Overhead
 from memguard._runtime import runtime
 
 Entries = frozenset[tuple[str, int]]
-NOTHING: Entries = frozenset((name, 0) for name in DOORS)
+NOTHING: Entries = frozenset((name, 0) for name in ENTRY_POINTS)
 SETS = [("torch",), ("torch", "cupy"), ("torch", "cupy", "pycuda", "numba"), tuple(SPECS)]
 USES = [(name, library, size // MIB) for name, row in SPECS.items() for library, size in row.first_uses]
 
@@ -40,7 +40,7 @@ def entered(entries: Entries, *names: str) -> Entries:
 def live(*names: str) -> Overhead:
     """These are live and have used nothing; nothing is fresh any more."""
     state = at_once(*names)
-    return state.after(state.last, state.appeared, entries=NOTHING, now=9)
+    return state.after(state.last_gap, state.appeared, entries=NOTHING, now=9)
 
 
 def at_once(*names: str) -> Overhead:
@@ -50,8 +50,8 @@ def at_once(*names: str) -> Overhead:
 
 
 def grown(state: Overhead, mib: float, *doors: str, after: float = 0.2) -> Overhead:
-    entries, now = entered(state.entries, *doors), max(state.at, state.seen, 9) + after
-    return state.after(state.last + int(mib * MIB), state.appeared, now=now, entries=entries)
+    entries, now = entered(state.entries, *doors), max(state.grew_at, state.entered_at, 9) + after
+    return state.after(state.last_gap + int(mib * MIB), state.appeared, now=now, entries=entries)
 
 
 def charged(state: Overhead, mib: float, *doors: str, after: float = 0.2) -> float:
@@ -70,7 +70,7 @@ def test_a_raw_allocation_of_any_size_is_no_overhead(names: tuple[str, ...], fre
         with_it = grown(state, mib)
         assert with_it.charged == state.charged, mib
         after = grown(with_it, -mib)
-        assert after.charged == state.charged and after.last == state.last, mib
+        assert after.charged == state.charged and after.last_gap == state.last_gap, mib
 
 
 @settings(max_examples=300, deadline=None)
@@ -80,7 +80,7 @@ def test_no_series_of_raw_allocations_and_frees_is_overhead(
 ) -> None:
     state = before = live(*names)
     for mib, after in series:
-        state = grown(state, max(mib, (before.last - state.last) // MIB), after=after)
+        state = grown(state, max(mib, (before.last_gap - state.last_gap) // MIB), after=after)
         assert state.charged == before.charged
 
 
@@ -96,8 +96,10 @@ def test_a_first_use_is_overhead_where_its_library_was_entered_and_nowhere_else(
         use[1] for use in USES if use[0] == name
     }:
         assert charged(state, size, other) == 0, other
-    assert charged(grown(state, 0, library), size, after=LINGER - 0.1) == size, "it was entered a moment before"
-    assert charged(grown(state, 0, library), size, after=LINGER + 0.1) == 0, "long before"
+    assert charged(grown(state, 0, library), size, after=FIRST_USE_SECONDS - 0.1) == size, (
+        "it was entered a moment before"
+    )
+    assert charged(grown(state, 0, library), size, after=FIRST_USE_SECONDS + 0.1) == 0, "long before"
     most = max(other for row, lib, other in USES if row == name and lib == library)
     twice = sum(other for row, lib, other in USES if row == name and lib == library)
     assert charged(state, max(most, twice) * 5 // 4 + 1, library) == 0, "more than was measured"
@@ -116,7 +118,7 @@ def test_first_uses_follow_at_any_pace_and_several_come_at_once() -> None:
             state = grown(state, mib, KERNELS, *doors, after=after)
             assert state.charged == before.charged + mib * MIB, (mib, doors)
             for raw in (16, 64, 98):
-                assert charged(state, raw, after=LINGER + 0.1) == 0, (raw, "after", mib, doors)
+                assert charged(state, raw, after=FIRST_USE_SECONDS + 0.1) == 0, (raw, "after", mib, doors)
     assert charged(live("torch"), 66 + 64 + 16, "cublas", "cudnn", KERNELS) == 146, "a training step in one reading"
     assert charged(live("torch"), 66 + 64 + 98, "cublas", "cusolver") == 228
     assert charged(live("torch"), 66 + 64 + 98 + 66, "cublas", "cusolver") == 0, "four"
@@ -125,8 +127,8 @@ def test_first_uses_follow_at_any_pace_and_several_come_at_once() -> None:
 def test_a_first_use_that_takes_less_than_was_measured_is_one_all_the_same() -> None:
     for library, taken, measured in (("cudnn", 8, 16), ("cufft", 8, 24)):
         state = grown(live("torch"), taken, library)
-        assert (state.charged - live("torch").charged, state.lazy) == (taken * MIB, 0)
-        assert charged(state, measured, library, after=LINGER + 0.1) == 0, "it was charged"
+        assert (state.charged - live("torch").charged, state.kernels) == (taken * MIB, 0)
+        assert charged(state, measured, library, after=FIRST_USE_SECONDS + 0.1) == 0, "it was charged"
 
 
 def test_raw_memory_is_not_the_beginning_of_a_first_use() -> None:
@@ -136,22 +138,22 @@ def test_raw_memory_is_not_the_beginning_of_a_first_use() -> None:
 
 def test_what_was_entered_before_the_first_look_counts_only_if_nothing_has_appeared() -> None:
     """A page may lie there because the one beside it was used."""
-    appeared, before = frozenset({"context", "torch"}), entered(NOTHING, *DOORS)
+    appeared, before = frozenset({"context", "torch"}), entered(NOTHING, *ENTRY_POINTS)
     state = Overhead().after(612 * MIB, appeared, entries=before)
     assert state.entered == frozenset()
     for mib in (2, 16, 24, 64, 98):
-        assert state.after(state.last + mib * MIB, appeared, entries=before, now=0.1).charged == state.charged
+        assert state.after(state.last_gap + mib * MIB, appeared, entries=before, now=0.1).charged == state.charged
     without = frozenset(one for one in NOTHING if one[0] != "cusolver")
     state = Overhead().after(612 * MIB, appeared, entries=without)
     for count in (0, 1):  # it is loaded later: not used, and used
-        later = state.after(state.last + 98 * MIB, appeared, entries=without | {("cusolver", count)}, now=5)
+        later = state.after(state.last_gap + 98 * MIB, appeared, entries=without | {("cusolver", count)}, now=5)
         assert later.charged - state.charged == count * 98 * MIB
 
 
 def test_what_dips_below_what_is_charged_and_comes_back_is_charged_no_second_time() -> None:
     state = live("torch")
     for mib in (-4, 4, -64, 64, -98, 98):
-        state = grown(state, mib, *DOORS)
+        state = grown(state, mib, *ENTRY_POINTS)
         assert state.charged == live("torch").charged
 
 
@@ -241,7 +243,7 @@ def test_a_leak_while_libraries_are_at_work_takes_what_is_open_at_most() -> None
         rng, state = random.Random(seed), live(*SPECS)
         begun = state.charged
         for _ in range(200):
-            doors = rng.sample(sorted(DOORS), rng.randint(0, 5))
+            doors = rng.sample(sorted(ENTRY_POINTS), rng.randint(0, 5))
             state = grown(state, rng.choice([0, 2, 8, 16]), *doors, after=0.1)
         bound = sum(size for *_, size in USES) * 5 // 4 + LAZY // MIB * len(SPECS)
         assert state.charged - begun <= bound * MIB
@@ -252,7 +254,11 @@ def test_what_is_given_back_is_overhead_no_more_and_may_be_charged_again() -> No
         state = live(name)
         used = grown(state, size, library)
         back = grown(used, -size)
-        assert (back.charged, back.used, back.gap) == (state.charged, state.used, state.gap), (name, library)
+        assert (back.charged, back.first_uses, back.largest_gap) == (
+            state.charged,
+            state.first_uses,
+            state.largest_gap,
+        ), (name, library)
         assert charged(back, size) == 0 and charged(back, size, library) == size
         assert grown(used, -size - 4).charged == grown(used, -size + 4).charged == used.charged, "another size"
     raw = grown(grown(live("torch"), 66, "cublas"), 66)
@@ -264,23 +270,23 @@ def test_what_is_given_back_is_overhead_no_more_and_may_be_charged_again() -> No
     kernels = live("torch")
     for mib in (4, -4, 4, -4, 4, -4, 4, 4):
         kernels = grown(kernels, mib, KERNELS)
-    assert kernels.lazy == 8 * MIB and kernels.charged - live("torch").charged == 8 * MIB
+    assert kernels.kernels == 8 * MIB and kernels.charged - live("torch").charged == 8 * MIB
     used = grown(live("torch"), 66, "cublas")
-    unknown = used.after(used.last - 66 * MIB, used.appeared, exact=False, entries=used.entries)
+    unknown = used.after(used.last_gap - 66 * MIB, used.appeared, exact=False, entries=used.entries)
     assert unknown.charged == used.charged, "a framework that does not say what it holds may hold more"
-    gone = grown(used, 0).after(used.last - 66 * MIB, frozenset({"context"}), entries=used.entries)
+    gone = grown(used, 0).after(used.last_gap - 66 * MIB, frozenset({"context"}), entries=used.entries)
     assert grown(grown(gone, 66), -66).charged == gone.charged, "it went with its framework"
     silent = Overhead().after(612 * MIB, frozenset({"context", "torch"}))
-    raw = silent.after(silent.last + 16 * MIB, silent.appeared, now=5)
+    raw = silent.after(silent.last_gap + 16 * MIB, silent.appeared, now=5)
     assert raw.charged == silent.charged + 16 * MIB, "nothing tells: it is as large as cuDNN's first use"
-    assert raw.after(silent.last, silent.appeared, now=6).charged == silent.charged
+    assert raw.after(silent.last_gap, silent.appeared, now=6).charged == silent.charged
 
 
 def test_a_library_of_which_nothing_tells_is_judged_by_its_size_alone() -> None:
-    told = frozenset((name, 0) for name in DOORS if name != "cusolver")
+    told = frozenset((name, 0) for name in ENTRY_POINTS if name != "cusolver")
     appeared = frozenset({"context", "torch"})
     state = Overhead().after(612 * MIB, appeared, entries=told).after(612 * MIB, appeared, entries=told, now=9)
-    sizes = {mib: state.after(state.last + mib * MIB, appeared, now=10, entries=told).charged - state.charged
+    sizes = {mib: state.after(state.last_gap + mib * MIB, appeared, now=10, entries=told).charged - state.charged
              for mib in (8, 16, 24, 66, 98)}  # fmt: skip
     assert sizes == {8: 0, 16: 0, 24: 0, 66: 66 * MIB, 98: 98 * MIB}, "66 is within 5/8 of cuSOLVER's 98"
 
@@ -290,7 +296,7 @@ def test_raw_memory_as_large_as_what_was_charged_comes_and_goes_without_it(offse
     """Each size to 200 MiB after all first uses and kernels of six, with some MiB unaccounted or missing."""
     state = live(*SPECS)
     for _, library, size in USES:
-        state = grown(state, size, library, after=LINGER + 0.1)
+        state = grown(state, size, library, after=FIRST_USE_SECONDS + 0.1)
     for _ in range(6):
         state = grown(state, 2, KERNELS)
     state = grown(state, offset, after=5)
@@ -380,7 +386,7 @@ def test_what_one_gpu_s_reading_sees_another_s_knows(monkeypatch: pytest.MonkeyP
         use("torch", 1)
         overheads()
         host.load(*LIBRARIES)
-        host.enter(*DOORS)
+        host.enter(*ENTRY_POINTS)
         use("torch", 0)
         begun = overheads()
         host.take(gpus[0], 98 * MIB)
@@ -390,7 +396,7 @@ def test_what_one_gpu_s_reading_sees_another_s_knows(monkeypatch: pytest.MonkeyP
         host.enter("cusolver")
         host.take(gpus[0], 98 * MIB)
         assert overheads() == [begun[0] + 98, begun[1]]
-        clock[0] += LINGER + 0.1
+        clock[0] += FIRST_USE_SECONDS + 0.1
         host.take(gpus[1], 98 * MIB)
         assert overheads() == [begun[0] + 98, begun[1]], "it was not for this one"
         clock[0] += 5
@@ -510,7 +516,7 @@ door, other = function("tgamma"), function("cbrt")
 page = libcuda.address(maths, "tgamma") // mmap.PAGESIZE * mmap.PAGESIZE
 assert page != libcuda.address(maths, "cbrt") // mmap.PAGESIZE * mmap.PAGESIZE
 door(2.5), other(2.5)
-doors = loaded_libraries.Doors()
+doors = loaded_libraries.EntryDetector()
 def counts(mark=True): return dict(doors.entries(mark))
 """
 
@@ -582,9 +588,9 @@ def test_threads_run_a_function_whose_page_is_taken_again_and_again() -> None:
         ctypes.memmove(page, ctypes.string_at(page, 1), 1)
         assert libc.mprotect(at, ctypes.c_size_t(mmap.PAGESIZE), 5) == 0""",
         ),
-        ("no page map", "doors = loaded_libraries.Doors('/proc/self/none')"),
-        ("a page map that says nothing", "doors = loaded_libraries.Doors('/dev/null')"),
-        ("a page map of zeros", "doors = loaded_libraries.Doors('/dev/zero')"),
+        ("no page map", "doors = loaded_libraries.EntryDetector('/proc/self/none')"),
+        ("a page map that says nothing", "doors = loaded_libraries.EntryDetector('/dev/null')"),
+        ("a page map of zeros", "doors = loaded_libraries.EntryDetector('/dev/zero')"),
         ("no such function", "NAMES = ('tgamma2',)"),
         ("no such library", "path = '/usr/lib/libnothing.so'"),
     ],
@@ -620,7 +626,7 @@ def test_a_second_library_of_a_name_of_which_nothing_is_told_makes_the_first_sil
 
 def test_a_part_of_a_library_that_has_no_such_function_makes_it_no_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN has its functions in one file of several."""
-    doors = loaded_libraries.Doors()
+    doors = loaded_libraries.EntryDetector()
     monkeypatch.setattr(loaded_libraries, "files", lambda: frozenset({("cudnn", "/nvidia/libcudnn_ops.so.9")}))
     assert doors.libraries() == {"cudnn"} and not doors._silent
     monkeypatch.setattr(loaded_libraries, "files", lambda: frozenset({("cudnn", "/nvidia/libcudnn_graph.so.9")}))
@@ -645,4 +651,4 @@ def test_the_list_of_files_names_each_with_its_path(tmp_path: Path) -> None:
     }
     assert loaded_libraries.libraries(str(maps)) == {"cublas"}
     assert loaded_libraries.files(str(tmp_path / "none")) is None
-    assert RealHost.entries(object.__new__(RealHost)) == loaded_libraries.doors.entries()
+    assert RealHost.entries(object.__new__(RealHost)) == loaded_libraries.entry_detector.entries()

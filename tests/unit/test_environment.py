@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from environments import PACKAGE, PTH, environ, make
 
-from memguard._base.specs import SPECS
+from memguard._frameworks.specs import SPECS
 from memguard._runtime import workers
 from memguard._tools.activation import _memguard_environment as environment
 
@@ -401,7 +401,7 @@ def test_memguard_run_brings_its_own_and_nothing_is_applied_twice(python: Path, 
     (folder / "program.py").write_text(
         f"import torch, cupy, sys\n{APPLIED}print(sum('memguard' in str(f) for f in sys.meta_path))"
     )
-    words = [str(python), "-m", "memguard", "run", "-c", "own.yaml", "--simulate", "h200", str(python), "program.py"]
+    words = [str(python), "-m", "memguard", "run", "-c", "own.yaml", "--device", "h200", str(python), "program.py"]
     done = command(words, folder)
     assert said(done) == ["(True, ['cupy'])", "1"]  # the one finder is the guard's, for the simulated framework
     assert done.stderr == SIMULATED
@@ -412,7 +412,7 @@ def test_memguard_run_comes_before_a_framework_of_the_users_sitecustomize(python
     (folder / "site" / "sitecustomize.py").write_text("import torch")
     (folder / "program.py").write_text(APPLIED)
     path = f"{folder / 'site'}:{folder}"
-    words = [str(python), "-m", "memguard", "run", "-c", "budget.yaml", "--simulate", "h200", str(python), "program.py"]
+    words = [str(python), "-m", "memguard", "run", "-c", "budget.yaml", "--device", "h200", str(python), "program.py"]
     done = command(words, folder, config="none.yaml", PYTHONPATH=path, MEMGUARD_DISABLE="")
     assert said(done) == ["(True, ['torch'])"]
     assert done.stderr.count(NOT_APPLIED) == 1  # of the Python that runs `memguard run`, whose sitecustomize it is too
@@ -508,7 +508,7 @@ def test_what_stands_twice_is_the_same() -> None:
     """The file that waits imports nothing of memguard's, so it repeats some names."""
     assert tuple(row.hook for row in SPECS.values()) == environment.MODULES
     assert environment.POOLS == workers._POOLS
-    assert environment.CHILDREN == workers.ASKED
+    assert environment.CHILDREN == workers.CHILDREN
 
 
 def test_an_installation_has_the_line_at_the_top_of_its_site_packages() -> None:

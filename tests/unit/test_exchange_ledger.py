@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from memguard._base.types import Applied, Device, DeviceSample, Plan, Sample, Usage
+from memguard._base.undo import Undo
 from memguard._base.units import GIB, MIB
 from memguard._budget import from_mapping, policy
 from memguard._devices import contexts
@@ -50,7 +51,7 @@ class Stub(Framework):
     def _live(self, module: ModuleType) -> bool:
         return self.held is not None
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         raise AssertionError("the reader applies nothing")
 
     def usage(self, device: Device) -> Usage | None:
@@ -133,7 +134,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
     def look(ordinal: int, pools: Any = ()) -> dict[int, str]:
         return {**dict.fromkeys(pools, "PyCUDA"), **seen} if ordinal == 0 else {}
 
-    monkeypatch.setattr(second_contexts, "beside", look)
+    monkeypatch.setattr(second_contexts, "find", look)
     return seen
 
 
@@ -319,7 +320,7 @@ def test_a_context_takes_all_at_once_and_nothing_later() -> None:
     """Unlike a communicator, which leaves room for what it takes at its first collective."""
     names = frozenset({"context", "torch"})
     state = Overhead().after(612 * MIB, names).after(612 * MIB, names | {"second context"})
-    assert state.owed == 0 and state.charged == 612 * MIB
+    assert state.communicators_owed == 0 and state.charged == 612 * MIB
 
 
 def test_another_budget_begins_with_what_it_sees_itself(beside: dict[int, str]) -> None:
@@ -402,6 +403,6 @@ def test_a_sample_asks_nothing_for_an_exchange_that_is_not_loaded(monkeypatch: p
         raise AssertionError("nothing has changed")
 
     monkeypatch.setattr(contexts, "ordinals", asked)
-    monkeypatch.setattr(second_contexts, "beside", asked)
+    monkeypatch.setattr(second_contexts, "find", asked)
     monkeypatch.setattr(setting.reader, "_ordinal", asked)
     assert setting.sample().overhead == 612 * MIB

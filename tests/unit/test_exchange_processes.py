@@ -132,7 +132,12 @@ def doors(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     yield runtime
     gc.collect()
     within(10, lambda: not serving(), "the thread stayed")
-    assert open_files() == before and not list(runtime.iterdir()) and not lifetimes.kept and not lifetimes.lent()
+    assert (
+        open_files() == before
+        and not list(runtime.iterdir())
+        and not lifetimes.held_for_processes
+        and not lifetimes.lent()
+    )
 
 
 @pytest.fixture
@@ -143,7 +148,7 @@ def x() -> Array:
 def test_another_process_gets_the_values_and_is_counted_while_it_has_them(x: Array, start: Start) -> None:
     with export(x) as handle:
         assert (handle.shape, handle.dtype, handle.uuid, handle.nbytes) == ((3, 4), "float32", UUID, 48)
-        assert handle.attached == 0 and lifetimes.kept == {0: PIECE}
+        assert handle.attached == 0 and lifetimes.held_for_processes == {0: PIECE}
         x.values[:] = 0  # it has a copy
         child = start(HOLD + "wait(); del y; wait()", str(handle))
         assert child.says() == numpy.arange(12).reshape(3, 4).tolist()
@@ -151,7 +156,7 @@ def test_another_process_gets_the_values_and_is_counted_while_it_has_them(x: Arr
         child.go()
         within(10, lambda: handle.attached == 0)
         assert child.process.poll() is None, "it released the array, and lives on"
-    assert not lifetimes.kept and handle.attached is None
+    assert not lifetimes.held_for_processes and handle.attached is None
 
 
 def test_all_processes_see_what_one_writes(x: Array, start: Start) -> None:
@@ -188,12 +193,14 @@ def test_a_killed_process_releases_what_it_attached(x: Array, start: Start) -> N
 AFTERWARDS = """
 import gc
 from memguard._frameworks.arrays import lifetimes
-def held(): return [lifetimes.kept[0], y.values.sum().item() if y is not None else None, len(sharing_doors.mapped)]
+def held():
+    total = y.values.sum().item() if y is not None else None
+    return [lifetimes.held_for_processes[0], total, len(sharing_doors.mapped)]
 say(held()); wait()
 deadline = time.monotonic() + 10
-while not lifetimes.kept[0] and time.monotonic() < deadline: time.sleep(0.005)
+while not lifetimes.held_for_processes[0] and time.monotonic() < deadline: time.sleep(0.005)
 say(held()); y = None; gc.collect()
-while lifetimes.kept[0] and time.monotonic() < deadline: time.sleep(0.005)
+while lifetimes.held_for_processes[0] and time.monotonic() < deadline: time.sleep(0.005)
 say(held()); wait()
 """
 
@@ -203,7 +210,7 @@ def test_after_close_the_process_that_attached_keeps_the_memory_and_is_charged(x
     child = start("y = exchange.attach(sys.argv[1], 'cupy')\n" + AFTERWARDS, str(handle))
     assert child.says() == [0, 66, 1]
     handle.close()
-    assert not lifetimes.kept and handle.attached is None
+    assert not lifetimes.held_for_processes and handle.attached is None
     handle.close()
     child.go()
     assert child.says() == [PIECE, 66, 1] and child.says() == [0, None, 0]
@@ -246,7 +253,7 @@ def test_a_handle_in_another_process_closes_nothing(x: Array, start: Start) -> N
             text,
         )
         assert child.says() == [None, [3, 4]]
-        assert handle.attached == 1 and lifetimes.kept == {0: PIECE}
+        assert handle.attached == 1 and lifetimes.held_for_processes == {0: PIECE}
         copy = pickle.loads(pickle.dumps(handle))
         assert copy == handle and copy.attached == 1
         del copy
@@ -282,7 +289,7 @@ def test_a_handle_is_text_for_a_pipe_or_a_variable(x: Array) -> None:
 
 def test_arrays_without_elements_need_no_memory(start: Start) -> None:
     with export(Array(numpy.zeros((0, 5), "i8"))) as handle:
-        assert not lifetimes.kept
+        assert not lifetimes.held_for_processes
         child = start(
             "y = exchange.attach(sys.argv[1], 'cupy')\nsay([y.consumed.shape, sharing_doors.mapped]); wait()",
             str(handle),
@@ -528,7 +535,7 @@ def test_all_exports_together_leave_the_program_its_files(
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (90, hard))
-    assert server.most_in_all() == 22
+    assert server.process_connection_limit() == 22
     handles = [export(Array(numpy.full(5, number, "f4"))) for number in range(5)]
     told = [asked(connect, handles[number % 5])[1] for number in range(60)]
     assert told == [""] * 22 + [wire.PROCESS] * 38
@@ -544,7 +551,7 @@ def test_all_exports_together_leave_the_program_its_files(
     for handle in handles:
         handle.close()
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, hard))
-    assert server.most_in_all() == wire.MOST_HOLDERS
+    assert server.process_connection_limit() == wire.MOST_HOLDERS
 
 
 def test_hundreds_of_half_open_connections_keep_nobody_out_and_go_by_themselves(
@@ -647,10 +654,10 @@ def test_a_forked_child_neither_serves_nor_closes_its_parents_exports(x: Array, 
         if not child:
             try:
                 os.close(reader)
-                found = [handle.attached, dict(lifetimes.kept), descriptors(), serving()]
+                found = [handle.attached, dict(lifetimes.held_for_processes), descriptors(), serving()]
                 handle.close()
                 with export(x) as own:
-                    found += [own.attached, lifetimes.kept[0], own.path != handle.path]
+                    found += [own.attached, lifetimes.held_for_processes[0], own.path != handle.path]
                 os.write(writer, json.dumps(found).encode())
             finally:
                 os._exit(0)
@@ -659,7 +666,7 @@ def test_a_forked_child_neither_serves_nor_closes_its_parents_exports(x: Array, 
             found = json.loads(pipe.read())
         os.waitpid(child, 0)
         assert found == [None, {}, before, False, 0, PIECE, True]
-        assert handle.attached == 1 and lifetimes.kept == {0: PIECE} and Path(handle.path).exists()
+        assert handle.attached == 1 and lifetimes.held_for_processes == {0: PIECE} and Path(handle.path).exists()
         assert start(HOLD, str(handle)).says()[0] == [0, 1, 2, 3]
 
 
@@ -734,7 +741,7 @@ def test_a_destructor_may_close_a_handle_in_the_middle_of_anything(x: Array) -> 
     handle = export(x)
     with server.current()._lock:
         handle.close()
-    assert not lifetimes.kept
+    assert not lifetimes.held_for_processes
 
 
 @pytest.fixture
@@ -766,7 +773,9 @@ def test_an_array_that_fills_its_block_is_shared_without_a_copy(start: Start, bl
     alive = weakref.ref(x)
     x.values[:2] = 5, 7
     handle = export(x, copy=False)
-    assert not lifetimes.kept and lifetimes.lent() == {0: {"sharing_doors": {"another process": PIECE - 16}}}
+    assert not lifetimes.held_for_processes and lifetimes.lent() == {
+        0: {"sharing_doors": {"another process": PIECE - 16}}
+    }
     child = start(
         "y = exchange.attach(sys.argv[1], 'cupy')\nsay(y.values[:2].tolist()); wait(); say(y.values[0].item())\nwait()",
         str(handle),

@@ -17,7 +17,7 @@ import memguard
 from memguard import _budget, api
 from memguard._base.types import Sample
 from memguard._runtime import extensions
-from memguard._runtime.extensions import Context, Extension, Look, Say
+from memguard._runtime.extensions import Extension, OnPoll, Say, SessionContext
 from memguard._runtime.runtime import this
 
 PACKAGE = Path(memguard.__file__).parent
@@ -76,13 +76,13 @@ class Noted(Extension):
         self.calls: list[str] = []
         self.left = 0
 
-    def prepare(self, session: Context, before: Context | None) -> None:
+    def prepare(self, session: SessionContext, before: SessionContext | None) -> None:
         self.calls.append(f"prepare, {'' if session.active else 'not '}applied")
 
-    def while_waiting(self, session: Context, say: Say) -> Look | None:
+    def while_waiting(self, session: SessionContext, say: Say) -> OnPoll | None:
         return None
 
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         session.undo.add("the notes", lambda: self.calls.append(f"end, {'' if session.active else 'not '}active"))
         self.calls.append(f"start, {'' if session.active else 'not '}applied")
         self.session: Any = session
@@ -167,7 +167,8 @@ BY_NAME = {
     "cli/__init__.py": "one module for each command, loaded when it is called",
     "_runtime/extensions.py": "the table in api.py, loaded by what the budget asks for",
     "exchange/adapters/registry.py": "one module for each framework, loaded by what the arrays are of",
-    "_base/specs.py": "one folder for each framework, found by discovery; each module loaded when it is asked for",
+    "_frameworks/specs.py": "one folder for each framework, found by discovery; its modules loaded when needed",
+    "_tools/doctor/examine.py": "the modules of checks, found by discovery",
     "_tools/activation/_memguard_child.py": "memguard itself, which `memguard run` may not find",
     "_tools/suggest/startup/sitecustomize.py": "runs at Python's start, before memguard can be imported",
 }

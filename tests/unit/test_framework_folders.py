@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import memguard
-from memguard._base import specs
-from memguard._base.specs import SPECS
+from memguard._frameworks import specs
+from memguard._frameworks.specs import SPECS
 
 PACKAGE = Path(memguard.__file__).parent
 FOLDERS = PACKAGE / "_frameworks"
@@ -43,6 +43,8 @@ ALLOWED = {
     "_tools/activation/_memguard_environment.py": "runs before memguard can be imported; a test compares its list",
     "_tools/suggest/record.py": "runs in Pythons that import no framework, and reads no rows there; a test compares",
     "_tools/doctor/checks/": "each check names the framework whose fault it knows, as its page in docs/doctor does",
+    "_tools/doctor/derived.py": "what several checks ask about one framework: which is a build for CPUs, for example",
+    "_tools/doctor/wording.py": "the commands that install one framework or another",
     "_tools/doctor/collect/gather.py": "the pair of frameworks whose order of import the doctor tries",
     "_oom/classify.py": "RMM has no row: a budget does not name it, and its errors are among those of libraries",
     "_devices/nvml.py": "a PyTorch for ROCm is a reason why there is no NVIDIA GPU",

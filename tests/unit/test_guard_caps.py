@@ -103,7 +103,7 @@ def test_what_is_only_cached_comes_back_for_it_too() -> None:
     assert cap_of(cupy) == 4 * GIB and torch.stats(host_of(guard).devices()[0]).held == 5 * GIB
     part = guard.plan.devices[0]
     assert part.unallocated == part.limit - part.reserve - sum(part.caps.values()) >= 0
-    assert any("room for cupy: torch gave back" in event.text for event in guard.moved())
+    assert any("room for cupy: torch gave back" in event.text for event in guard.take_events())
 
 
 def test_what_is_live_stays_and_the_refusal_names_who_has_it() -> None:
@@ -472,15 +472,15 @@ def test_what_a_later_call_lifts_is_told_at_the_call(
     torch.lost = (RAISE,)
     with caplog.at_level(logging.WARNING, "memguard"):
         for _ in range(3):
-            torch._changed()
+            torch._check_drift_now()
     assert caplog.messages == [RAISED]
     assert [event.text for event in events] == ["torch: its cap no longer holds: its fraction was raised"]
     torch.lost = ()
-    torch._changed()
+    torch._check_drift_now()
     assert [event.text for event in events][1:] == ["torch: its cap holds again"]
     memguard.shutdown()
     torch.lost = (RAISE,)
-    torch._changed()
+    torch._check_drift_now()
     assert len(events) == 2
 
 
@@ -501,7 +501,7 @@ def test_it_is_told_at_the_call_while_another_thread_has_the_lock(
     drifting["torch"].lost = (RAISE,)
     try:
         with caplog.at_level(logging.WARNING, "memguard"):
-            drifting["torch"]._changed()
+            drifting["torch"]._check_drift_now()
         assert caplog.messages == [RAISED]
     finally:
         done.set()
@@ -551,9 +551,9 @@ class Capturing(SimulatedFramework):
         self.trimmed.append(bool(self.beside))
         super().trim(device)
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         self.trimmed.append(bool(self.beside))
-        super().give_back(device, needed)
+        super().trim_partly(device, needed)
 
 
 @pytest.fixture
@@ -578,7 +578,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Capturin
             return made[name]
 
         replaced(monkeypatch, torch=make, tensorflow=make, pycuda=make)
-        monkeypatch.setattr(contexts, "beside_captures", beside)
+        monkeypatch.setattr(contexts, "capture_safe", beside)
         start(budget)
         return made
 

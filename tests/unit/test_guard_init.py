@@ -106,7 +106,7 @@ def test_without_a_gpu_the_error_names_simulated_ones(monkeypatch: pytest.Monkey
         start(TORCH)
     assert str(caught.value) == (
         "NVML: no driver\n    fix: load it\n"
-        '    or: try it without a GPU: simulate="h200" (`memguard run --simulate h200`)'
+        '    or: try it without a GPU: simulate="h200" (`memguard run --device h200`)'
     )
 
 

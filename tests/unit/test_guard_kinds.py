@@ -20,8 +20,8 @@ NAMES: dict[str, tuple[Any, ...] | None] = {
     "active": None, "admission": None, "begin_workload": ("step", "torch", None, None),
     "begin_workload_in_loop": ("step", "torch", None, None), "budget": None, "busy": (), "callbacks": None,
     "caps": None, "elastic": None, "forked": (), "frameworks": None, "host": None, "last_sample": (), "ledger": (),
-    "make_room": ("torch", 1), "moved": (), "notes": None, "own_plan": None, "part": ("UUID",), "peaks": (),
-    "permanent": None, "plan": None, "reader": None, "rebalance": (Sample(0.0, ()),), "reclaimable": (),
+    "make_room": ("torch", 1), "take_events": (), "notes": None, "own_plan": None, "device_plan": ("UUID",),
+    "peaks": (), "permanent": None, "plan": None, "reader": None, "rebalance": (Sample(0.0, ()),), "reclaimable": (),
     "refusals": None, "require": ("torch", 1),
     "reserved_not_taken": ("torch", "UUID"), "resize": ("torch", 1), "resumed": (), "sample": (), "sharing": None,
     "start": (), "stop": (), "suspend": (None, None, None), "trim": (), "trims": None, "undo": None, "undone": None,
@@ -31,7 +31,7 @@ NAMES: dict[str, tuple[Any, ...] | None] = {
 PARTS = {"admission", "callbacks", "caps", "elastic", "reader", "undo"}
 """What a guard is composed of, for memguard's own rooms: an idle guard has none, as it has no GPU."""
 REFUSED = {
-    "idle": {"host", "part", "resumed", "suspend", *PARTS},
+    "idle": {"host", "device_plan", "resumed", "suspend", *PARTS},
     "suspended": {
         "begin_workload", "begin_workload_in_loop", "busy", "make_room", "reclaimable", "require", "resize", "sample",
         "start", "stop", "trim", "workload",
@@ -72,7 +72,7 @@ def test_an_idle_guard(name: str) -> None:
     if name not in REFUSED["idle"]:
         asked(guard, name)
         return
-    with pytest.raises(NotActive if name == "part" else AttributeError, match="MEMGUARD_DISABLE is set"):
+    with pytest.raises(NotActive if name == "device_plan" else AttributeError, match="MEMGUARD_DISABLE is set"):
         asked(guard, name)
 
 
@@ -91,7 +91,7 @@ def test_what_an_idle_guard_says() -> None:
     guard = workers.IdleGuard(WHY, TORCH)
     assert guard.make_room("torch", 1 << 40) == Room({}, None, 0, {}), "no cap is in the way"
     assert guard.own_plan == guard.plan == Plan((), notes=(WHY,)) and guard.undone
-    assert guard.moved() == [] and guard.last_sample() is None and guard.peaks() == {}
+    assert guard.take_events() == [] and guard.last_sample() is None and guard.peaks() == {}
     assert guard.refusals.totals() == {} and not list(guard.busy())
 
 

@@ -14,13 +14,13 @@ from guards import BUDGET, TORCH, Absent, hooks, host_of, imported, replaced, si
 
 import memguard
 from memguard import api
-from memguard._base.specs import SPECS
 from memguard._base.types import Device, MemoryInfo, Usage
 from memguard._base.units import GIB, MIB, format_size
 from memguard._budget import from_mapping, parse
 from memguard._devices.simulated import CONTEXT, SimulatedHost
 from memguard._frameworks import registry, second_contexts
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
+from memguard._frameworks.specs import SPECS
 from memguard._guard.guard import Guard
 from memguard._runtime import runtime
 from memguard.errors import (
@@ -459,5 +459,5 @@ def test_a_simulated_gpu_has_no_context_of_this_process(monkeypatch: pytest.Monk
     """Real contexts, as of a program that uses a GPU beside its simulation, are on real GPUs."""
     guard = start()
     simulated(guard, "torch").allocate(GIB)
-    monkeypatch.setattr(second_contexts, "beside", lambda *_: {17: "PyCUDA"})
+    monkeypatch.setattr(second_contexts, "find", lambda *_: {17: "PyCUDA"})
     assert [row.name for row in memguard.ledger().devices[0].rows if row.kind == "overhead"] == ["overhead"]

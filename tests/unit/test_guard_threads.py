@@ -115,7 +115,7 @@ def test_an_import_that_waits_while_the_budget_is_shut_down() -> None:
 def test_an_import_does_not_wait_for_ever_for_another_threads_call_and_a_later_call_sets_the_cap(
     then: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("memguard._guard.guard._IMPORT", 0.05)
+    monkeypatch.setattr("memguard._guard.guard._IMPORT_LOCK_TIMEOUT", 0.05)
     guard = start(TORCH)
     torch, has, over = simulated(guard, "torch"), threading.Event(), threading.Event()
     calls: dict[str, Callable[[], object]] = {
@@ -151,10 +151,10 @@ def test_a_cap_that_cannot_be_set_after_the_import_is_said_and_watched(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Late(SimulatedFramework):
-        def apply(self, caps: Any, options: Any) -> Any:
+        def apply(self, caps: Any, options: Any, undo: Any) -> Any:
             raise CapNotApplied("torch", "it is live already", "call memguard.init first")
 
-    monkeypatch.setattr("memguard._guard.guard._IMPORT", 0.05)
+    monkeypatch.setattr("memguard._guard.guard._IMPORT_LOCK_TIMEOUT", 0.05)
     replaced(monkeypatch, torch=Late)
     guard, has, over = start(TORCH), threading.Event(), threading.Event()
 

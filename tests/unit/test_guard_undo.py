@@ -11,6 +11,7 @@ from guards import BUDGET, TORCH, Absent, Steps, cap_of, hooks, imported, replac
 
 import memguard
 from memguard._base.types import Applied, Enforcement, State
+from memguard._base.undo import Undo
 from memguard._base.units import GIB
 from memguard._budget import from_mapping
 from memguard._devices.simulated import SimulatedHost
@@ -49,8 +50,8 @@ def test_what_cannot_be_undone_is_listed() -> None:
 
 def test_permanent_changes_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Permanent(SimulatedFramework):
-        def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-            super().apply(caps, options)
+        def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
+            super().apply(caps, options, undo)
             return Applied(Enforcement.ENFORCED, permanent="a library stays loaded")
 
     replaced(monkeypatch, torch=lambda h, n: Permanent(h, n, imported=True))
@@ -108,10 +109,10 @@ def test_an_interrupt_during_init_leaves_nothing_applied(
     done = steps()
     apply = Steps.apply
 
-    def interrupted(self: Steps, caps: Any, options: Any) -> Any:
+    def interrupted(self: Steps, caps: Any, options: Any, undo: Undo) -> Any:
         if self.name != "torch":
             raise KeyboardInterrupt
-        return apply(self, caps, options)
+        return apply(self, caps, options, undo)
 
     monkeypatch.setattr(Steps, "apply", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -130,6 +131,42 @@ def test_a_cap_that_cannot_hold_raises_out_of_the_import(steps: Callable[..., li
         torch.start_importing()
     assert torch.state() is State.IMPORTABLE and guard.active
     assert memguard.ledger().devices[0].row("torch").enforcement == "pending"
+
+
+@pytest.mark.parametrize("error", [CapNotApplied("torch", "it reads back as another", "none"), KeyboardInterrupt()])
+def test_an_apply_that_fails_half_way_is_undone_at_once(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """In an import, after which the budget stays active, and so do the steps of the others."""
+    done: list[str] = []
+
+    class Fails(SimulatedFramework):
+        def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
+            super().apply(caps, options, undo)
+            undo.add(self.name, lambda: done.append("undo"))
+            raise error
+
+    replaced(monkeypatch, torch=Fails, pycuda=imported)
+    guard = start()
+    torch, pycuda = simulated(guard, "torch"), simulated(guard, "pycuda")
+    with pytest.raises(type(error)):
+        torch.start_importing()
+    assert done == ["undo"] and cap_of(torch) is None and guard.active and cap_of(pycuda) is not None
+    assert memguard.shutdown() == [] and done == ["undo"]
+
+
+def test_a_budget_that_ends_within_an_apply_leaves_no_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal handler may call `shutdown` at any point of it."""
+
+    class Ends(SimulatedFramework):
+        def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
+            guard.stop()
+            return super().apply(caps, options, undo)
+
+    replaced(monkeypatch, torch=Ends)
+    guard = start(TORCH)
+    torch = simulated(guard, "torch")
+    torch.start_importing()
+    assert cap_of(torch) is None and guard.undone
+    memguard.shutdown()
 
 
 def test_tensorflow_that_is_live_already_cannot_be_capped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,10 +224,6 @@ def test_a_card_that_others_fill_is_warned_about(caplog: pytest.LogCaptureFixtur
 def test_after_an_interrupted_shutdown_nothing_says_that_a_cap_holds(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    guard = start(TORCH)
-    torch = simulated(guard, "torch")
-    torch.start_importing()
-
     calls: list[None] = []
 
     def interrupted() -> None:
@@ -198,11 +231,19 @@ def test_after_an_interrupted_shutdown_nothing_says_that_a_cap_holds(
         if len(calls) == 1:
             raise KeyboardInterrupt
 
-    guard.undo.add("a step", lambda: guard._take_back("a step", interrupted))
+    class Interrupted(SimulatedFramework):
+        def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
+            applied = super().apply(caps, options, undo)
+            undo.add(self.name, interrupted)
+            return applied
+
+    replaced(monkeypatch, torch=lambda h, n: Interrupted(h, n, imported=True))
+    guard = start(TORCH)
+    torch = simulated(guard, "torch")
     with pytest.raises(KeyboardInterrupt):
         memguard.shutdown()
     assert not guard.active and cap_of(torch) is None, "the other steps ran"
-    assert "a step: the undoing was interrupted" in caplog.text
+    assert "torch: the undoing was interrupted" in caplog.text
     with pytest.raises(memguard.NotActive):
         memguard.ledger()
     assert len(calls) == 1

@@ -77,7 +77,7 @@ def test_a_block_within_another_call_does_not_wait_for_ever(monkeypatch: pytest.
         shutting = threading.Thread(target=memguard.shutdown, daemon=True)
         threads.append(shutting)
         shutting.start()
-        while not guard.caps.over:  # until `shutdown` has its lock, and comes to the one that this thread has
+        while not guard.caps.stopped:  # until `shutdown` has its lock, and comes to the one that this thread has
             time.sleep(0.01)
         try:
             with block():

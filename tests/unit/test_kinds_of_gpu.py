@@ -229,7 +229,7 @@ def test_monitor_timeline_replay_and_pressure(
     done = CliRunner().invoke(main, ["replay", str(path)])
     assert "torch" in done.output and "replay of" in done.output and done.exit_code in (0, 1), done.output
     (tmp_path / "budget.yaml").write_text(json.dumps({"version": 1, "frameworks": {"torch": {"limit": "2GiB"}}}))
-    done = CliRunner().invoke(main, ["replay", str(path), "--budget", str(tmp_path / "budget.yaml")])
+    done = CliRunner().invoke(main, ["replay", str(path), "-c", str(tmp_path / "budget.yaml")])
     assert done.exit_code == 1 and "would have been refused" in done.output
 
 
@@ -278,7 +278,7 @@ def test_a_trace_is_recorded_and_replayed(
     assert replayed.sum == (replayed.process if kind.unified else replayed.device.total)
     (tmp_path / "budget.yaml").write_text(json.dumps(BUDGET))
     for options in ([], ["--device", gpu], ["--json"]):
-        words = ["simulate", str(tmp_path / "budget.yaml"), str(tmp_path / "trace.jsonl"), *options]
+        words = ["replay", "-c", str(tmp_path / "budget.yaml"), str(tmp_path / "trace.jsonl"), *options]
         done = CliRunner().invoke(main, words)
         assert done.exit_code == 0 and "simulated" in done.output, done.output
 

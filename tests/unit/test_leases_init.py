@@ -147,12 +147,10 @@ def test_the_guard_gives_it_back_last(folder: Path, monkeypatch: pytest.MonkeyPa
     seen: list[list[int]] = []
 
     class Capped(SimulatedFramework):
-        def apply(self, caps: Any, options: Any) -> Any:
+        def apply(self, caps: Any, options: Any, undo: Any) -> Any:
             seen.append(held(folder))
-            applied = super().apply(caps, options)
-            undo = applied.undo
-            assert undo is not None
-            return applied._replace(undo=lambda: (seen.append(held(folder)), undo())[1])
+            undo.add(self.name, lambda: seen.append(held(folder)))
+            return super().apply(caps, options, undo)
 
     replaced(monkeypatch, torch=lambda host, name: Capped(host, name, imported=True))
     with memguard.guard(budget(60), simulate="h200"):
@@ -189,7 +187,7 @@ def test_a_replacement_that_fails_leaves_the_first_with_its_lease(folder: Path, 
         wrong["device"] |= more
 
         class Fails(SimulatedFramework):
-            def apply(self, caps: Any, options: Any) -> Any:
+            def apply(self, caps: Any, options: Any, undo: Any) -> Any:
                 assert max(held(folder)) == 60
                 raise CapNotApplied("cupy", "no", "none")
 

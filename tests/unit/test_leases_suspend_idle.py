@@ -27,7 +27,8 @@ from memguard._node.leases import choose, decide, returning, store
 from memguard._node.leases.decide import Want
 from memguard._node.leases.store import Store
 from memguard._node.leases.types import Claim
-from memguard._node.suspend.triggers import for_lease, listener, making_room
+from memguard._node.suspend import requests
+from memguard._node.suspend.triggers import for_lease, listener, making_room, own_lease
 from memguard._node.suspend.triggers.making_room import MakingRoom
 from memguard._runtime import runtime
 from memguard.errors import CannotResume, CannotSuspend, NotActive
@@ -122,7 +123,7 @@ class Scene:
     def request(self, process: Process) -> tuple[dict[str, int], float]:
         self.asked.append(process)
         if self.refuses:
-            raise listener.RefusedError("a workload runs in it\n    fix: wait for it", reason="a workload runs in it")
+            raise requests.RefusedError("a workload runs in it\n    fix: wait for it", reason="a workload runs in it")
         return {GPU: 1 << 30}, 0.5
 
     def look(self, claims: list[Claim], seconds: float = 1.0) -> None:
@@ -180,18 +181,39 @@ def test_one_that_refuses_is_left_alone_for_a_while() -> None:
     assert len(scene.asked) == 2
 
 
-def test_one_that_is_off_its_gpus_learns_from_its_helper_what_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_off_its_gpus_learns_from_its_helper_what_others_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own calls of NVML would wait until it is back, and nobody would be asked to leave for it."""
     from suspending import way_of
 
+    rooms: list[MakingRoom] = []
+
+    class Noted(MakingRoom):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            super().__init__(*given, **more)
+            rooms.append(self)
+
+    def nobody_waits(*_: object, **__: object) -> None:
+        raise CannotResume("enough was seen", lost=True)
+
+    memguard.init(BUDGET, simulate="h200")
+    monkeypatch.setattr(making_room, "MakingRoom", Noted)
     with way_of(monkeypatch) as way:
         way.use_of = {101: False, 102: True}
-        uses = making_room._Uses()
-        memguard.suspend()
-        assert [uses(101), uses(102), uses(103)] == [False, True, None]
+        found, lease = memguard.suspend(), own_lease.current()
+        assert lease is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(lease, "back", nobody_waits)
+            with pytest.raises(CannotResume, match="enough was seen"):
+                memguard.resume()
+            for_lease._return(found, lease)
+        assert len(rooms) == 2
+        for room in rooms:
+            assert [room._used(101), room._used(102), room._used(103)] == [False, True, None]
         memguard.resume()
         way.use_of = {101: True}
-        assert uses(101) is None  # asked by itself again: there is no NVML here
+        assert {room._used(101) for room in rooms} == {None}  # it waits no more
 
 
 # A suspended process and its lease
@@ -263,7 +285,7 @@ def test_a_process_leaves_only_while_somebody_waits_for_its_lease(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who has asked may have gone, or been served, before the request is read. So may a stranger ask."""
-    monkeypatch.setattr(for_lease, "_back", float("-inf"))
+    monkeypatch.setattr(own_lease, "back_since", float("-inf"))
     memguard.init(BUDGET, simulate="h200")
     with pytest.raises(CannotSuspend, match="nobody waits for its lease"):
         listener._leave()
@@ -277,7 +299,7 @@ def test_a_process_leaves_only_while_somebody_waits_for_its_lease(
     until(lambda: sorted(state for _, state in states()) == ["held", "waiting"])  # on a thread of its own
     waiting.close()
     until(lambda: suspension.now is None)
-    assert for_lease.current() is not None and states() == [(os.getpid(), "held")]
+    assert own_lease.current() is not None and states() == [(os.getpid(), "held")]
 
 
 def test_a_process_does_not_leave_while_init_is_at_work_in_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +318,7 @@ def test_whoever_waits_for_the_lease_ends_no_suspension_that_came_later(
 
     memguard.init(BUDGET, simulate="h200")
     first = memguard.suspend()
-    one = for_lease.current()
+    one = own_lease.current()
     assert one is not None
     back = Lease.back
 
@@ -319,7 +341,7 @@ def test_a_process_comes_back_although_the_database_cannot_be_used(
     waited: list[float] = []
     clock = SimpleNamespace(**{name: getattr(time, name) for name in ("time", "monotonic")})
     clock.sleep = lambda seconds: (waited.append(seconds), time.sleep(seconds))
-    claim = for_lease._claim
+    claim = own_lease._claim
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()
     database = folder / "leases.sqlite"
@@ -335,7 +357,7 @@ def test_a_process_comes_back_although_the_database_cannot_be_used(
         else:
             database.write_bytes(b"this is no database" * 2000)
         claims = threading.Event()
-        monkeypatch.setattr(for_lease, "_claim", lambda lease: claims.wait(20) and claim(lease))
+        monkeypatch.setattr(own_lease, "_claim", lambda lease: claims.wait(20) and claim(lease))
         memguard.resume(timeout=5)
         assert suspension.now is None and sum(waited) < 1.0
         assert "comes back on its GPUs without its lease: " in caplog.text
@@ -347,11 +369,11 @@ def test_a_process_comes_back_although_the_database_cannot_be_used(
 def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(folder: Path) -> None:
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()
-    one = for_lease.current()
+    one = own_lease.current()
     other = lease_of_simulated(100)
     other.take()
     assert one is not None
-    claims = threading.Thread(target=for_lease._claim, args=(one,))
+    claims = threading.Thread(target=own_lease._claim, args=(one,))
     claims.start()
     claims.join(20)
     assert not claims.is_alive() and sorted(state for _, state in states()) == ["held", "off"]
@@ -364,7 +386,7 @@ def test_an_interrupted_return_gives_the_lease_back_that_came_just_then(
 ) -> None:
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()
-    one = for_lease.current()
+    one = own_lease.current()
     assert one is not None
 
     def comes_late(*_: object) -> None:
@@ -373,7 +395,7 @@ def test_an_interrupted_return_gives_the_lease_back_that_came_just_then(
     with monkeypatch.context() as patched:
         patched.setattr(one, "_until", comes_late)
         with pytest.raises(CannotResume, match="interrupted"):
-            for_lease.have(None, lambda: True, lambda wait: None)
+            own_lease.claim(None, lambda: True, lambda wait: None, lambda pid: None)
     assert states() == [(os.getpid(), "off")] and not one.held
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from memguard._frameworks.driver_pages import DriverPages, Slabs, addresses_to_free, least
+from memguard._frameworks.driver_pages import DriverPages, Slabs, addresses_to_free, fewest_blocks
 
 MIB, PAGE = 1 << 20, 2 << 20
 
@@ -17,7 +17,7 @@ MIB, PAGE = 1 << 20, 2 << 20
 @example([6, 5, 4], 9)
 @example([1, 1, 5], 2)
 def test_enough_goes_and_nothing_that_could_stay(sizes: list[int], needed: int) -> None:
-    chosen = least(sizes, needed)
+    chosen = fewest_blocks(sizes, needed)
     if chosen is None:
         assert sum(sizes) < needed
         return
@@ -37,7 +37,7 @@ def test_enough_goes_and_nothing_that_could_stay(sizes: list[int], needed: int) 
     ],
 )  # fmt: skip
 def test_the_smallest_that_is_enough(sizes: list[int], needed: int, given_back: list[int]) -> None:
-    chosen = least(sizes, needed)
+    chosen = fewest_blocks(sizes, needed)
     assert chosen is not None and sorted(sizes[one] for one in chosen) == sorted(given_back)
 
 
@@ -62,4 +62,4 @@ def test_a_piece_in_a_slab_of_others_gives_nothing_back_by_itself() -> None:
     theirs, pages = DriverPages(shared), DriverPages(shared)
     theirs.add(0, 1000)
     pages.add(1024, 1000)
-    assert pages.parts([(1024, 1000)]) == []
+    assert pages.groups([(1024, 1000)]) == []

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memguard._base.framework_spec import LAZY, LIBRARIES
-from memguard._base.specs import SPECS
+from memguard._base.types import POOL as SHARED_POOL
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._base.units import GIB, MIB, TIB
-from memguard._budget import from_mapping, policy, shared_pool
+from memguard._budget import from_mapping, policy
+from memguard._frameworks.specs import SPECS
 from memguard._ledger.overhead import ANY, Overhead, expected_overhead, held_by, own_bytes, same_held
 from memguard._ledger.rows import Reading, device_ledger, sample_of_reading
 from memguard._ledger.types import EXCHANGE, DeviceLedger, Ledger, Row, html_ledger
@@ -183,7 +184,7 @@ def test_own_bytes() -> None:
 
 def test_held() -> None:
     exact, bounded = Usage(GIB, 1), Usage(None, 5, held_at_least=MIB)
-    known = {"torch": exact, "cupy": None, "tensorflow": bounded, shared_pool.POOL: exact, EXCHANGE: exact}
+    known = {"torch": exact, "cupy": None, "tensorflow": bounded, SHARED_POOL: exact, EXCHANGE: exact}
     assert held_by(known) == (3 * GIB + MIB, frozenset({"torch", "tensorflow"}), False, MIB)
     assert held_by({"torch": exact}) == (GIB, frozenset({"torch"}), True, 0)
     assert held_by({"tensorflow": Usage(None, None)}) == (0, frozenset({"tensorflow"}), False, 0)
@@ -205,10 +206,10 @@ def test_the_pool_and_its_frameworks_hold_their_memory_together() -> None:
     before = {
         "torch": Usage(3, 3),
         "cupy": Usage(2, 2),
-        shared_pool.POOL: Usage(5, 0),
+        SHARED_POOL: Usage(5, 0),
         "jax": Usage(None, 9, held_at_least=4),
     }
-    after = {**before, "torch": Usage(1, 1), shared_pool.POOL: Usage(7, 0)}
+    after = {**before, "torch": Usage(1, 1), SHARED_POOL: Usage(7, 0)}
     assert same_held(before, after, ["torch", "cupy"]) and not same_held(before, after, ["cupy"])
     assert same_held(before, {**before, "jax": Usage(4, 4), "numba": None}, [])
     assert not same_held(before, {**before, "jax": Usage(5, 4)}, ["torch", "cupy"])
@@ -266,10 +267,10 @@ def test_a_raw_allocation_is_unaccounted_and_stays_so() -> None:
 
 def grown(state: Overhead, *sizes: int, loaded: frozenset[str] = ANY, apart: float = 3.0) -> Overhead:
     """The state after readings, so many seconds apart, in each of which the gap has grown by so many MiB."""
-    now = state.at
+    now = state.grew_at
     for size in sizes:
         now += apart
-        state = state.after(state.last + size * MIB, state.appeared, loaded=loaded, now=now)
+        state = state.after(state.last_gap + size * MIB, state.appeared, loaded=loaded, now=now)
     return state
 
 
@@ -302,12 +303,12 @@ def test_a_librarys_first_use_is_charged_if_the_growth_is_as_large_as_it_was_mea
 
 def test_a_first_use_is_charged_once_for_each_framework() -> None:
     assert charged(SETTLED, 98, 0, 98, 0, 98) == 98, "cuSOLVER by torch"
-    both = grown(SETTLED.after(SETTLED.gap + 94 * MIB, TORCH | {"cupy"}), 0)
+    both = grown(SETTLED.after(SETTLED.largest_gap + 94 * MIB, TORCH | {"cupy"}), 0)
     assert charged(both, 98, 0, 98, 0, 98) == 98 + 98, "by CuPy too"
     assert charged(SETTLED, 66, 0, 64, 0, 66, loaded=frozenset({"cublas"})) == 66 + 64, (
         "a backward pass has a handle of its own"
     )
-    again = SETTLED.after(SETTLED.gap, TORCH - {"torch"}).after(SETTLED.gap, TORCH)
+    again = SETTLED.after(SETTLED.largest_gap, TORCH - {"torch"}).after(SETTLED.largest_gap, TORCH)
     assert charged(grown(again, 0), 98) == 98, "it came anew"
 
 
@@ -322,7 +323,7 @@ def test_a_first_use_that_two_readings_see_is_charged_whole() -> None:
 def test_two_libraries_first_uses_may_come_at_once_where_something_has_just_appeared() -> None:
     assert charged(FIRST, 66 + 98) == 66 + 98, "torch"
     assert charged(SETTLED, 66 + 98) == 0
-    new = SETTLED.after(SETTLED.last, TORCH, loaded=ANY - {"cusolver"})
+    new = SETTLED.after(SETTLED.last_gap, TORCH, loaded=ANY - {"cusolver"})
     assert charged(new, 66 + 98) == 66 + 98, "cuSOLVER has just been loaded"
     assert charged(FIRST, 66 + 98 + 64) == 0, "three never"
     assert charged(FIRST, (66 + 98) * 5 // 4 + 1) == 0
@@ -352,7 +353,7 @@ def test_first_uses_of_different_sizes_follow_at_once() -> None:
     """As they were measured, in readings half a second apart."""
     assert charged(SETTLED, 66, 16, 64, 98, apart=0.5) == 66 + 16 + 64 + 98
     assert charged(SETTLED, 66, 64, 98, 16, apart=0.5) == 66 + 64 + 98 + 16
-    after_a_pause = grown(SETTLED.after(SETTLED.gap + 94 * MIB, TORCH | {"cupy"}), 0)
+    after_a_pause = grown(SETTLED.after(SETTLED.largest_gap + 94 * MIB, TORCH | {"cupy"}), 0)
     assert charged(after_a_pause, 66, 64, 60, apart=2.1) == 66 + 64 + 60
     assert charged(after_a_pause, 66, 64, 60, apart=2.0) == 66 + 64
 
@@ -373,7 +374,7 @@ def test_a_leak_of_any_shape_is_charged_no_more_than_what_is_open(seed: int, mos
 def test_kernels_that_are_loaded_late_are_charged_little_in_all() -> None:
     assert charged(SETTLED, 2, 0, 2, 0, 2, 0, 2, 0, 2, 0, 2) == 8
     assert charged(SETTLED, 8) == 8 and charged(SETTLED, 9, loaded=frozenset()) == 0
-    both = grown(SETTLED.after(SETTLED.gap, TORCH | {"numba"}), 0)
+    both = grown(SETTLED.after(SETTLED.largest_gap, TORCH | {"numba"}), 0)
     assert charged(both, *[2, 0] * 40) == 16
     assert charged(Overhead().after(518 * MIB, frozenset({"context"})), 0, 2) == 0, "no framework, no kernels"
 
@@ -450,8 +451,8 @@ def test_a_communicator_is_charged_whole_when_it_appears() -> None:
     assert FIRST.after(612 * MIB + COLLECTIVE, ONE).charged == 612 * MIB + COLLECTIVE
     between = FIRST.after(612 * MIB + 5 * MIB, TORCH)
     first = between.after(617 * MIB + COLLECTIVE, ONE)
-    assert first.charged == first.gap == 617 * MIB + COLLECTIVE
-    assert first.after(first.gap + FURTHER, TWO).charged == first.gap + FURTHER
+    assert first.charged == first.largest_gap == 617 * MIB + COLLECTIVE
+    assert first.after(first.largest_gap + FURTHER, TWO).charged == first.largest_gap + FURTHER
     both = FIRST.after(612 * MIB + COLLECTIVE + FURTHER, TWO)
     assert both.charged == 612 * MIB + COLLECTIVE + FURTHER
 
@@ -472,7 +473,7 @@ def test_two_that_are_made_eagerly_take_their_memory_one_after_the_other() -> No
     state = FIRST.after(612 * MIB, TWO).after(612 * MIB + COLLECTIVE, TWO)
     state = state.after(612 * MIB + COLLECTIVE + FURTHER, TWO)
     assert state.charged == 612 * MIB + COLLECTIVE + FURTHER
-    assert state.after(state.gap + 512 * MIB, TWO).charged == state.charged
+    assert state.after(state.largest_gap + 512 * MIB, TWO).charged == state.charged
 
 
 def test_a_raw_allocation_beside_a_communicator_is_unaccounted() -> None:
@@ -485,7 +486,7 @@ def test_a_raw_allocation_beside_a_communicator_is_unaccounted() -> None:
 def test_the_charge_goes_with_the_communicators() -> None:
     both = FIRST.after(612 * MIB + COLLECTIVE + FURTHER, TWO)
     one = both.after(612 * MIB + COLLECTIVE, ONE)
-    assert one.charged == one.gap == 612 * MIB + COLLECTIVE
+    assert one.charged == one.largest_gap == 612 * MIB + COLLECTIVE
     assert one.after(612 * MIB + 3 * MIB, TORCH).charged == 615 * MIB
     assert both.after(612 * MIB, TORCH).charged == 612 * MIB, "both at once"
     again = both.after(612 * MIB, TORCH).after(612 * MIB + COLLECTIVE, ONE)
@@ -509,7 +510,7 @@ def test_raw_memory_beside_communicators_that_go_stays_unaccounted() -> None:
 def test_what_a_communicator_never_took_is_forgotten_with_it() -> None:
     state = FIRST.after(612 * MIB, ONE).after(612 * MIB, TORCH)
     assert state.after(612 * MIB + 512 * MIB, TORCH).charged == 612 * MIB
-    assert FIRST.after(612 * MIB, TWO).after(612 * MIB, ONE).owed == 896 * MIB
+    assert FIRST.after(612 * MIB, TWO).after(612 * MIB, ONE).communicators_owed == 896 * MIB
 
 
 def test_beside_an_unknown_pool_communicators_are_charged_no_more_than_was_measured() -> None:
@@ -533,11 +534,13 @@ def beside_a_pool() -> Overhead:
 
 def test_a_pools_memory_is_charged_no_more_once_the_framework_says_that_it_holds_it() -> None:
     state = beside_a_pool().after(646 * MIB, POOL | {"torch"}, exact=False, least=MIB + GROWN)
-    assert state.charged == state.gap == 646 * MIB
+    assert state.charged == state.largest_gap == 646 * MIB
     state = state.after(646 * MIB, POOL | {"torch"}, exact=False, least=MIB + GROWN)
     for size in (66, 98, 64):  # as they were measured, though the charge for torch had contained them
-        state = state.after(state.last + size * MIB, state.appeared, exact=False, now=state.at + 3, least=MIB + GROWN)
-        assert state.charged == state.last
+        state = state.after(
+            state.last_gap + size * MIB, state.appeared, exact=False, now=state.grew_at + 3, least=MIB + GROWN
+        )
+        assert state.charged == state.last_gap
     assert state.charged == (646 + 66 + 98 + 64) * MIB
 
 
@@ -563,9 +566,9 @@ def test_what_was_charged_while_all_was_known_stays() -> None:
 def test_kernels_that_were_a_pools_memory_leave_their_room_to_others() -> None:
     settled = Overhead().after(552 * MIB, POOL, exact=False, least=MIB).after(552 * MIB, POOL, exact=False, least=MIB)
     charged_for = settled.after(556 * MIB, POOL, exact=False, now=3.0, least=MIB)
-    assert (charged_for.charged, charged_for.lazy) == (556 * MIB, 4 * MIB)
+    assert (charged_for.charged, charged_for.kernels) == (556 * MIB, 4 * MIB)
     back = charged_for.after(552 * MIB, POOL, exact=False, now=6.0, least=5 * MIB)
-    assert (back.charged, back.lazy) == (552 * MIB, 0)
+    assert (back.charged, back.kernels) == (552 * MIB, 0)
     assert back.after(560 * MIB, POOL, exact=False, now=9.0, least=5 * MIB).charged == 560 * MIB
 
 
@@ -608,12 +611,16 @@ def test_once_a_pools_least_has_risen_no_more_is_charged_than_can_be_there(
             now += value
             gap, exact = beside + pool - least, "tensorflow" not in appeared
             before, state = state, state.after(gap, frozenset(appeared), exact, now=now, least=least)
-            if least > before.least:
+            if least > before.pool_lower_bound:
                 assert state.charged <= gap
             assert state.charged >= min(before.charged, gap), "no more is taken back than is wrong"
-            assert state.charged >= before.charged or least > before.least
-            assert 0 <= state.doubtful[0] <= state.charged and state.lazy >= 0 and state.second <= state.charged
-            assert state.doubtful[1] <= state.used and state.doubtful[2] <= state.lazy
+            assert state.charged >= before.charged or least > before.pool_lower_bound
+            assert (
+                0 <= state.provisional[0] <= state.charged
+                and state.kernels >= 0
+                and state.second_contexts <= state.charged
+            )
+            assert state.provisional[1] <= state.first_uses and state.provisional[2] <= state.kernels
 
 
 def test_what_overhead_may_come_to() -> None:
@@ -645,9 +652,9 @@ def open_causes(state: Overhead, loaded: frozenset[str], most: int) -> int:
         size
         for name in state.appeared & set(SPECS)
         for place, (library, size) in enumerate(SPECS[name].first_uses)
-        if library in loaded and (name, place) not in state.used
+        if library in loaded and (name, place) not in state.first_uses
     ]
-    return max(sum(sorted(sizes)[-most:]) * 5 // 4, state.owed, state.rest, LAZY)
+    return max(sum(sorted(sizes)[-most:]) * 5 // 4, state.communicators_owed, state.first_use_rest, LAZY)
 
 
 @more
@@ -660,19 +667,21 @@ def test_whatever_appears_and_goes_overhead_is_never_more_than_the_causes_that_w
         before, state = state, state.after(gap, appeared, exact, loaded)
         added = state.charged - before.charged
         new, gone = appeared - before.appeared, before.appeared - appeared
-        assert state.charged >= 0 <= state.owed and state.second <= state.charged
+        assert state.charged >= 0 <= state.communicators_owed and state.second_contexts <= state.charged
         assert added <= max(expected_overhead(appeared, exact) - before.charged, 0)
-        raised = max(gap - before.last, 0) + before.pending
+        raised = max(gap - before.last_gap, 0) + before.unexplained
         assert added <= max(raised, gap - before.charged if "second context" in new else 0)
         returned = exact and -added <= max((size for size, *_ in before.charges), default=0)
         assert added >= 0 or gone or returned or "context" not in appeared, "nothing shrinks where nothing went"
-        owed = before.owed + sum(policy.workspace(name) for name in new if name.startswith("nccl"))
-        known = replace(before, appeared=appeared, owed=owed)
-        fresh = bool(new or loaded - before.loaded or before.fresh)
+        owed = before.communicators_owed + sum(policy.workspace(name) for name in new if name.startswith("nccl"))
+        known = replace(before, appeared=appeared, communicators_owed=owed)
+        fresh = bool(new or loaded - before.loaded or before.owner_appeared)
         allowed = expected_overhead(appeared) - expected_overhead(appeared - new)
         assert added <= allowed + open_causes(known, loaded, 2 if fresh else 1)
-        assert state.used >= {use for use in before.used if use[0] in appeared}, "a first use is charged once"
-        assert state.lazy <= LAZY * max(len(appeared & set(SPECS)), before.lazy // LAZY + 1)
+        assert state.first_uses >= {use for use in before.first_uses if use[0] in appeared}, (
+            "a first use is charged once"
+        )
+        assert state.kernels <= LAZY * max(len(appeared & set(SPECS)), before.kernels // LAZY + 1)
 
 
 @more

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from memguard._base.types import Applied, Device, DevicePlan, Enforcement, FrameworkSample, Usage
+from memguard._base.undo import Undo
 from memguard._base.units import GIB, MIB
 from memguard._budget import from_mapping, policy
 from memguard._devices.simulated import PID, SimulatedHost
@@ -41,7 +42,7 @@ class Stub(Framework):
     def _live(self, module: types.ModuleType) -> bool:
         return bool(self.usages)
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         raise AssertionError("the reader applies nothing")
 
     def usage(self, device: Device) -> Usage | None:
@@ -111,13 +112,13 @@ def test_gaps_in_the_drivers_slabs_are_overhead_and_not_charged() -> None:
     uuid = setting.gpu.uuid
     driver_pages.slabs[uuid] = shared
     try:
-        shared.enter(0)
+        shared.add_piece(0)
         shared.count(0, MIB)
         setting.torch.usages[uuid] = Usage(MIB, MIB, 0)
         setting.host.take(setting.gpu, 2 * MIB)
         assert setting.figures() == [613, 0]
         shared.count(0, -MIB)
-        shared.leave(0)
+        shared.remove_piece(0)
         setting.torch.usages[uuid] = Usage(0, 0, 0)
         setting.host.give(setting.gpu, 2 * MIB)
         assert setting.figures() == [612, 0]

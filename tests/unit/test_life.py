@@ -14,7 +14,7 @@ import pytest
 
 import memguard
 from memguard._base import life
-from memguard._base.life import Rank
+from memguard._base.life import HookOrder
 
 PACKAGE = Path(memguard.__file__).parent
 BEFORE_MEMGUARD = {"_tools/activation/_memguard_environment.py"}
@@ -41,7 +41,7 @@ def in_child(check: str, said: list[str]) -> None:
 
 def test_a_fork_goes_by_rank_from_below_and_before_it_from_above() -> None:
     said: list[str] = []
-    for rank in (Rank.SUSPENSION, Rank.CUDA, Rank.BUDGET):
+    for rank in (HookOrder.SUSPENSION, HookOrder.CUDA, HookOrder.BUDGET):
         before, parent, child = (partial(said.append, f"{when} {rank.name}") for when in ("before", "parent", "child"))
         life.at_fork(rank, before=before, parent=parent, child=child)
     first = "before SUSPENSION before BUDGET before CUDA"
@@ -56,9 +56,9 @@ def test_what_fails_at_a_fork_keeps_no_other_from_its_turn() -> None:
     def fail() -> None:
         raise ValueError("of this hook")
 
-    life.at_fork(Rank.CUDA, child=fail)
-    life.at_fork(Rank.LEASES, child=fail)
-    life.at_fork(Rank.BUDGET, child=lambda: said.append("done"))
+    life.at_fork(HookOrder.CUDA, child=fail)
+    life.at_fork(HookOrder.LEASES, child=fail)
+    life.at_fork(HookOrder.BUDGET, child=lambda: said.append("done"))
     in_child("done", said)
 
 
@@ -67,16 +67,16 @@ def run(code: str) -> str:
     return (done.stdout + done.stderr).strip()
 
 
-SAY = "import atexit\nfrom memguard._base import life\nfrom memguard._base.life import Rank\n"
+SAY = "import atexit\nfrom memguard._base import life\nfrom memguard._base.life import HookOrder\n"
 
 
 def test_an_exit_goes_by_rank_from_above_before_the_exit_functions_of_others() -> None:
     """Of a framework that was imported between the two, too."""
     code = f"""{SAY}
-life.at_exit(Rank.SUSPENSION, lambda: print("suspension"))
+life.at_exit(HookOrder.SUSPENSION, lambda: print("suspension"))
 atexit.register(print, "framework")
-life.at_exit(Rank.PYCUDA, lambda: print("contexts"))
-life.at_exit(Rank.BUDGET, lambda: print("budget"))
+life.at_exit(HookOrder.PYCUDA, lambda: print("contexts"))
+life.at_exit(HookOrder.BUDGET, lambda: print("budget"))
 """
     assert run(code).split() == ["suspension", "budget", "contexts", "framework"]
 
@@ -84,8 +84,8 @@ life.at_exit(Rank.BUDGET, lambda: print("budget"))
 def test_what_is_over_is_not_called_at_the_exit() -> None:
     code = f"""{SAY}
 over = lambda: print("over")
-life.at_exit(Rank.BUDGET, over)
-life.at_exit(Rank.METRICS, lambda: print("left"))
+life.at_exit(HookOrder.BUDGET, over)
+life.at_exit(HookOrder.METRICS, lambda: print("left"))
 life.not_at_exit(over)
 """
     assert run(code) == "left"
@@ -93,9 +93,9 @@ life.not_at_exit(over)
 
 def test_what_fails_at_an_exit_is_shown_and_keeps_no_other_from_its_turn() -> None:
     code = f"""{SAY}
-life.at_exit(Rank.BUDGET, lambda: 1 / 0)
-life.at_exit(Rank.METRICS, lambda: [][1])
-life.at_exit(Rank.CUDA, lambda: print("left"))
+life.at_exit(HookOrder.BUDGET, lambda: 1 / 0)
+life.at_exit(HookOrder.METRICS, lambda: [][1])
+life.at_exit(HookOrder.CUDA, lambda: print("left"))
 """
     said = run(code)
     assert "left" in said and "ZeroDivisionError" in said and "IndexError" in said
@@ -103,7 +103,7 @@ life.at_exit(Rank.CUDA, lambda: print("left"))
 
 def test_what_an_exit_function_adds_is_called_too() -> None:
     code = f"""{SAY}
-life.at_exit(Rank.BUDGET, lambda: life.at_exit(Rank.SUSPENSION, lambda: print("added")))
+life.at_exit(HookOrder.BUDGET, lambda: life.at_exit(HookOrder.SUSPENSION, lambda: print("added")))
 """
     assert run(code) == "added"
 

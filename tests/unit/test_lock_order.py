@@ -1,4 +1,4 @@
-"""The order of `memguard._base.locks.Rank`: who has a lock waits only for locks of later ranks."""
+"""The order of `memguard._base.locks.LockOrder`: a thread that holds a lock waits only for later ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from waiting import until
 
 import memguard
 from memguard._base import locks
-from memguard._base.locks import InterruptSafeLock, Rank, Turn, ranked
+from memguard._base.locks import InterruptSafeLock, LockedRunner, LockOrder, ordered
 from memguard._base.units import GIB
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
 from memguard._node.suspend import self_suspend
@@ -44,7 +44,7 @@ def interrupting() -> bool:
 class OrderedLock:
     """A lock that notes who waits for it within a lock of the same or a later rank."""
 
-    def __init__(self, lock: Any, rank: Rank, broken: list[str], nested: set[tuple[str, str]]) -> None:
+    def __init__(self, lock: Any, rank: LockOrder, broken: list[str], nested: set[tuple[str, str]]) -> None:
         self.lock, self.rank, self.broken, self.nested = lock, rank, broken, nested
 
     @property
@@ -91,9 +91,9 @@ class Order:
     def __init__(self) -> None:
         self.broken: list[str] = []
         self.nested: set[tuple[str, str]] = set()
-        self.made: set[Rank] = set()
+        self.made: set[LockOrder] = set()
 
-    def __call__(self, lock: Any, rank: Rank) -> OrderedLock:
+    def __call__(self, lock: Any, rank: LockOrder) -> OrderedLock:
         self.made.add(rank)
         return OrderedLock(lock, rank, self.broken, self.nested)
 
@@ -102,8 +102,8 @@ class Order:
 def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[Order]:
     found = Order()
     monkeypatch.setattr(locks, "check_order", found)
-    monkeypatch.setattr(this, "lock", ranked(InterruptSafeLock(), Rank.RUNTIME))
-    monkeypatch.setattr(self_suspend, "_turn", Turn(rank=Rank.SUSPENSION))
+    monkeypatch.setattr(this, "lock", ordered(InterruptSafeLock(), LockOrder.RUNTIME))
+    monkeypatch.setattr(self_suspend, "_locked", LockedRunner(order=LockOrder.SUSPENSION))
     yield found
     memguard.shutdown()
     until(lambda: all(thread.name != "memguard-suspended" for thread in threading.enumerate()))
@@ -140,7 +140,7 @@ def test_a_program_keeps_the_order(order: Order, tmp_path: Path) -> None:
     waits = threading.Thread(target=second)
     with memguard.workload("first", framework="numba", needs="1GiB"):
         waits.start()
-        until(lambda: guard.admission.get().queue.settled().waiting)
+        until(lambda: guard.admission.get().queue.prune().waiting)
         with pytest.raises(memguard.BudgetExceeded):
             memguard.require("cupy", "39GiB")
     waits.join(60)
@@ -156,7 +156,7 @@ def test_a_program_keeps_the_order(order: Order, tmp_path: Path) -> None:
         memguard.ledger()
     memguard.shutdown()
     assert order.broken == []
-    assert order.made == {*Rank}
+    assert order.made == {*LockOrder}
     nested = {("RUNTIME", "GUARD"), ("GUARD", "ALLOCATOR"), ("READER", "ALLOCATOR")}
     assert nested <= order.nested, "the order was put to the test"
 
@@ -165,7 +165,7 @@ def test_a_program_keeps_the_order(order: Order, tmp_path: Path) -> None:
     "wait", [lambda lock: lock.__enter__(), lambda lock: lock.acquire(), lambda lock: lock.acquire(timeout=1)]
 )
 def test_a_wait_against_the_order_is_noticed(order: Order, wait: Callable[[Any], object]) -> None:
-    outer, inner = ranked(InterruptSafeLock(), Rank.GUARD), ranked(InterruptSafeLock(), Rank.READER)
+    outer, inner = ordered(InterruptSafeLock(), LockOrder.GUARD), ordered(InterruptSafeLock(), LockOrder.READER)
     with outer, inner, outer:
         assert order.broken == [], "in order, and one that it has already"
     with inner:
@@ -179,4 +179,4 @@ def test_a_wait_against_the_order_is_noticed(order: Order, wait: Callable[[Any],
 
 def test_without_a_test_the_lock_is_as_it_was() -> None:
     lock = InterruptSafeLock()
-    assert ranked(lock, Rank.GUARD) is lock
+    assert ordered(lock, LockOrder.GUARD) is lock

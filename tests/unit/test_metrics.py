@@ -83,7 +83,7 @@ def nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     memguard.shutdown()
     assert not [one for one in threading.enumerate() if one.name in ("memguard-metrics", "memguard-monitor")]
-    assert not session.callbacks and not server._live and otel._source is None
+    assert not session.event_callbacks and not server._live and otel._source is None
 
 
 @pytest.fixture
@@ -399,7 +399,7 @@ def test_a_scrape_waits_for_no_lock(port: int) -> None:
     taken, done = threading.Event(), threading.Event()
 
     def hang() -> None:
-        with guard.caps.lock, guard.reader._turn._lock:
+        with guard.caps.lock, guard.reader._locked._lock:
             taken.set()
             done.wait(20)
 
@@ -478,7 +478,7 @@ def test_it_ends_with_the_budget_and_begins_again(port: int) -> None:
         with memguard.guard(budget(port), simulate="h200"):
             assert "memguard_info" in get(port)
             assert set(REGISTRY._names_to_collectors) == names, "the default registry is the program's"
-        assert can_listen(port) and not session.callbacks
+        assert can_listen(port) and not session.event_callbacks
         with pytest.raises(urllib.error.URLError):
             get(port)
     start(budget(port))
@@ -588,7 +588,7 @@ def test_what_fails_in_the_middle_is_undone(where: str, port: int, monkeypatch: 
     }
     with pytest.raises(errors[where]):
         start(budget(port, metrics={"opentelemetry": True}))
-    assert not server._live and not session.callbacks
+    assert not server._live and not session.event_callbacks
     monkeypatch.undo()
     assert can_listen(port)
 
@@ -602,7 +602,7 @@ def test_interrupted_anywhere_it_is_undone(port: int) -> None:
     wanted = running.guard.budget.model_copy(
         update={"metrics": running.guard.budget.metrics.model_copy(update={"prometheus": port})}  # type: ignore[union-attr]
     )
-    running.guard.budget, before = wanted, list(session.callbacks)
+    running.guard.budget, before = wanted, list(session.event_callbacks)
     (own,) = before
 
     def both(undo: Undo) -> None:
@@ -618,7 +618,7 @@ def test_interrupted_anywhere_it_is_undone(port: int) -> None:
             points.run(lambda undo=undo: both(undo))
         undo.run()
         undo.run()
-        assert undo.done and session.callbacks == [own] and not server._live, points.place
+        assert undo.done and session.event_callbacks == [own] and not server._live, points.place
         until(lambda: not [one for one in threading.enumerate() if one.name == "memguard-metrics"])
         assert can_listen(port), points.place
     otel._source = None

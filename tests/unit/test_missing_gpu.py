@@ -434,7 +434,7 @@ except Exception as error:
     print("OUTCOME", type(error).__name__)
 """
 CASES = list(itertools.product([None, "l4"], ["", "h200"], ["", "1"], ["", "run", "t4"]))
-"""argument, MEMGUARD_SIMULATE, MEMGUARD_DISABLE, `memguard run` (plain, or with --simulate t4)"""
+"""argument, MEMGUARD_SIMULATE, MEMGUARD_DISABLE, `memguard run` (plain, or with --device t4)"""
 
 
 def expected(argument: str | None, simulate: str, disable: str, run: str) -> str:
@@ -470,7 +470,7 @@ def test_which_of_them_wins(python: Path, tmp_path: Path, config: str) -> None:
         env = environ(LD_LIBRARY_PATH=str(tmp_path / "lib"), **{name: value for name, value in given.items() if value})
         words = [str(python), "-c", PROGRAM.format(simulate=argument)]
         if run:
-            options = ["--simulate", run] if run == "t4" else []
+            options = ["--device", run] if run == "t4" else []
             words = [str(python), "-m", "memguard", "run", "-c", "budget.yaml", *options, "--", *words]
         done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
         assert "Traceback" not in done.stderr, done.stderr

@@ -41,7 +41,7 @@ def nothing_left() -> Iterator[None]:
     hooks = sys.excepthook, threading.excepthook
     yield
     memguard.shutdown()
-    session.callbacks.clear()
+    session.event_callbacks.clear()
     assert (sys.excepthook, threading.excepthook) == hooks
     assert not [thread for thread in threading.enumerate() if "memguard" in thread.name]
 
@@ -94,7 +94,7 @@ def test_a_refusal_for_which_another_threads_call_left_no_time_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """In the log, the report and the timeline: its elastic cap would have risen."""
-    monkeypatch.setattr("memguard._guard.elastic._PATIENCE", 0.05)
+    monkeypatch.setattr("memguard._guard.elastic._LOCK_TIMEOUT", 0.05)
     elastic = {"torch": {"min": "10%", "max": "70%"}, "cupy": {"min": "10%", "max": "70%"}}
     path = tmp_path / "{pid}.jsonl"
     _, frameworks = begin(frameworks=elastic, monitor={"interval": "10s", "timeline": str(path)})
@@ -137,7 +137,7 @@ def test_a_refusal_for_which_another_threads_call_left_no_time_says_so(
 
 
 def test_the_reason_of_one_refusal_is_not_that_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memguard._guard.elastic._PATIENCE", 0.05)
+    monkeypatch.setattr("memguard._guard.elastic._LOCK_TIMEOUT", 0.05)
     _, frameworks = begin()
     guard, has, over = api.current(), threading.Event(), threading.Event()
     frameworks["cupy"].start_importing()
@@ -251,7 +251,7 @@ def test_pressure_is_logged_and_passed_to_callbacks(caplog: pytest.LogCaptureFix
     assert first.level == "critical", "it can be compared with text"
     for one in (broken, watch, watch):
         one.remove()
-    assert session.callbacks == []
+    assert session.event_callbacks == []
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def test_a_checkpoint_of_a_callback_frees_nothing_on_the_monitors_thread() -> No
     done = threading.Event()
 
     def called(event: Event) -> None:
-        running._due.append(event)
+        running._pending_trims.append(event)
         memguard.checkpoint()
         done.set()
 
@@ -462,7 +462,7 @@ def test_a_driver_that_hangs_under_the_monitor_blocks_no_other_thread(
     from memguard._ledger import reader
     from memguard._runtime import sampler
 
-    monkeypatch.setattr(reader, "_PATIENCE", 0.2)
+    monkeypatch.setattr(reader, "_LOCK_TIMEOUT", 0.2)
     monkeypatch.setattr(sampler, "JOIN", 0.2)
     driver = Hanging(monkeypatch)
     _, frameworks = begin(monitor=MONITOR)

@@ -90,9 +90,9 @@ def test_the_stricter_holds_and_a_looser_one_is_refused(
     wanted = list(mps.limits(plan).values())
     if any(had is not None and had > want for had, want in zip(whole, wanted, strict=True)):
         with pytest.raises(ConflictingSetting, match="more than its limit"):
-            mps.met(plan, text)
+            mps.strictest(plan, text)
         return
-    found = list(mps.met(plan, text).values())
+    found = list(mps.strictest(plan, text).values())
     assert found == [want if had is None else min(had, want) for had, want in zip(whole, wanted, strict=True)]
 
 
@@ -107,14 +107,14 @@ def test_the_stricter_holds_and_a_looser_one_is_refused(
 )
 def test_a_value_that_cannot_stay_is_refused_with_a_fix(text: str, says: str) -> None:
     with pytest.raises(ConflictingSetting) as error:
-        mps.met(plan_of(34 * GIB), text)
+        mps.strictest(plan_of(34 * GIB), text)
     assert says in str(error.value)
     assert "\n    fix: unset CUDA_MPS_PINNED_DEVICE_MEM_LIMIT: --mps sets it" in str(error.value)
     assert error.value.setting == f"{mps.LIMIT}={text}"
 
 
 def test_the_smaller_of_two_entries_for_a_gpu_counts() -> None:
-    assert mps.met(plan_of(34 * GIB), f"0=20G,{A[:8]}=30G") == {A: 20 * GIB}
+    assert mps.strictest(plan_of(34 * GIB), f"0=20G,{A[:8]}=30G") == {A: 20 * GIB}
 
 
 # What a process warns of that finds the variable

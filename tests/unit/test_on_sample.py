@@ -30,8 +30,8 @@ WATCHED = {**BUDGET, "monitor": {"interval": "50ms"}}
 def nothing_left() -> Iterator[None]:
     yield
     memguard.shutdown()
-    session.watches.clear()
-    session.callbacks.clear()
+    session.sample_callbacks.clear()
+    session.event_callbacks.clear()
 
 
 until = functools.partial(waiting.until, seconds=60.0)
@@ -67,11 +67,12 @@ def test_each_sample_is_given_on_the_monitors_thread_until_it_is_removed() -> No
         assert len(seen) == count
     assert threads == {"memguard-monitor"}
     assert seen[-1].devices[0].frameworks["torch"].in_use == GIB
-    assert session.watches == []
+    assert session.sample_callbacks == []
 
 
 @pytest.mark.parametrize(
-    ("register", "registered"), [(memguard.on_sample, session.watches), (memguard.on_event, session.callbacks)]
+    ("register", "registered"),
+    [(memguard.on_sample, session.sample_callbacks), (memguard.on_event, session.event_callbacks)],
 )
 def test_what_is_returned_is_a_block_too(register: Any, registered: list[callbacks.Watch]) -> None:
     with register(print) as watch:
@@ -152,7 +153,8 @@ def test_nothing_while_suspended_and_nothing_of_a_reading_that_failed(monkeypatc
     assert seen == []
     running._record(of(), [])
     assert seen == [of()]
-    session.watches.insert(0, callbacks.Watch(suspend, session.watches))  # what comes after it in the same turn, too
+    # What comes after it in the same turn, too.
+    session.sample_callbacks.insert(0, callbacks.Watch(suspend, session.sample_callbacks))
     running._record(of(2), [])
     running._record(of(3), [])
     assert seen == [of()]
@@ -170,7 +172,7 @@ def test_a_forked_child_gives_no_samples() -> None:
         seen.clear()
         memguard.init(WATCHED, simulate="h200")
         time.sleep(0.2)
-        os._exit(len(session.watches) + len(seen))
+        os._exit(len(session.sample_callbacks) + len(seen))
     assert os.waitpid(pid, 0)[1] == 0
     seen.clear()
     until(lambda: seen)
@@ -184,7 +186,7 @@ def test_a_function_that_forks_calls_no_other_in_the_child() -> None:
         "parent = os.getpid()\n"
         "memguard.on_sample(lambda sample: os.fork())\n"
         "memguard.on_sample(lambda sample: print('child' if os.getpid() != parent else 'parent'))\n"
-        "callbacks.give(session.watches, None, lambda: True)\n"
+        "callbacks.give(session.sample_callbacks, None, lambda: True)\n"
         "if os.getpid() == parent: os.wait()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

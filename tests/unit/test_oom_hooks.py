@@ -25,7 +25,7 @@ import pytest
 import memguard
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
 from memguard._oom import hooks
-from memguard._oom.hooks import OomContext, facts_of, install, last_oom, seen
+from memguard._oom.hooks import OomContext, facts_of, install, last_oom, report_error
 from memguard._oom.report import Report
 
 ROOT = Path(memguard.__file__).parents[1]
@@ -73,9 +73,9 @@ def oom() -> BaseException:
 
 def test_an_error_is_reported_once_wherever_it_is_seen(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
     error = oom()
-    first = seen(error)
+    first = report_error(error)
     assert isinstance(first, Report) and first.verdict.requester == "torch" and first.verdict.requested == 2 << 30
-    assert seen(error) is first and seen(error) is first and last_oom() is first
+    assert report_error(error) is first and report_error(error) is first and last_oom() is first
     err = capsys.readouterr().err
     assert err.count("memguard: torch ran out of GPU memory: 2.00 GiB asked for") == 1
     assert len(budget.recorded) == 1 and budget.recorded[0].as_dict()["memguard_oom"] == 1
@@ -88,30 +88,30 @@ def test_the_next_one_is_another_even_while_the_first_is_handled(budget: Budget)
     try:
         raise OutOfMemoryError(TEXT)
     except OutOfMemoryError as error:
-        first = seen(error, show=False)
+        first = report_error(error, show=False)
         try:
             raise OutOfMemoryError(TEXT)  # a retry
         except OutOfMemoryError as again:
-            second = seen(again, show=False)
+            second = report_error(again, show=False)
     assert first is not None and second is not None and first is not second and last_oom() is second
 
 
 def test_an_error_raised_from_it_has_the_same_report(budget: Budget) -> None:
     cause = oom()
-    report = seen(cause, show=False)
+    report = report_error(cause, show=False)
     outer = RuntimeError("the batch failed")
     outer.__cause__ = cause
-    assert seen(outer, show=False) is report
+    assert report_error(outer, show=False) is report
     renamed = OutOfMemoryError("CUDA out of memory occurred when warming up")
     renamed.__cause__ = cause
-    assert seen(renamed, show=False) is report
+    assert report_error(renamed, show=False) is report
     during = KeyError("cleaning up failed")
     during.__context__ = cause
-    assert seen(during, show=False) is report
+    assert report_error(during, show=False) is report
     assert len(budget.recorded) == 1
     silenced = raised(ValueError("too large"))
     silenced.__context__, silenced.__suppress_context__ = cause, True  # `from None`
-    assert seen(silenced, show=False) is None
+    assert report_error(silenced, show=False) is None
 
 
 def test_it_is_found_in_causes_contexts_and_groups(budget: Budget) -> None:
@@ -123,41 +123,41 @@ def test_it_is_found_in_causes_contexts_and_groups(budget: Budget) -> None:
         while (nearest := getattr(inner, link)) is not None:
             inner = nearest
         setattr(inner, link, oom())
-        assert seen(outer, show=False) is not None
+        assert report_error(outer, show=False) is not None
     group = type("ExceptionGroup", (Exception,), {})("two tasks")
     group.exceptions = (KeyError("x"), oom())
-    assert seen(group, show=False) is last_oom() is seen(group, show=False)
+    assert report_error(group, show=False) is last_oom() is report_error(group, show=False)
     assert len(budget.recorded) == 3
 
 
 def test_a_real_group(budget: Budget) -> None:
     group = ExceptionGroup("tasks", [KeyError("x"), oom()])
-    assert seen(group, show=False) is not None
+    assert report_error(group, show=False) is not None
 
 
 def test_a_chain_that_bites_its_tail(budget: Budget) -> None:
     one, two = ValueError("one"), ValueError("two")
     one.__context__, two.__context__ = two, one
     one.__cause__, two.__cause__ = two, one
-    assert seen(one) is None
+    assert report_error(one) is None
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit, SystemExit])
 def test_what_ends_a_program_is_not_touched(budget: Budget, kind: type[BaseException]) -> None:
     error = kind(TEXT)
     error.__context__ = oom()
-    assert seen(error) is None and not hasattr(error, "__notes__") and vars(error) == {}
+    assert report_error(error) is None and not hasattr(error, "__notes__") and vars(error) == {}
 
 
 def test_other_errors_are_not_touched(budget: Budget, capsys: pytest.CaptureFixture[str]) -> None:
     error = raised(ValueError("could not convert string to float: 'CUDA out of memory'"))
-    assert seen(error) is None and vars(error) == {} and capsys.readouterr().err == ""
+    assert report_error(error) is None and vars(error) == {} and capsys.readouterr().err == ""
 
 
 def test_type_text_and_traceback_survive(budget: Budget) -> None:
     error = oom()
     before = type(error), str(error), error.args, error.__traceback__, error.__cause__, error.__context__
-    seen(error, show=False)
+    report_error(error, show=False)
     assert (type(error), str(error), error.args, error.__traceback__, error.__cause__, error.__context__) == before
 
 
@@ -181,8 +181,8 @@ def test_nothing_keeps_the_exception_its_frames_or_what_they_held(budget: Budget
         try:
             allocate(tensor)
         except RuntimeError as error:
-            assert seen(error) is not None
-            assert seen(error) is not None
+            assert report_error(error) is not None
+            assert report_error(error) is not None
             hooks._Hook.__call__(hook, type(error), error, error.__traceback__)
         return weakref.ref(tensor)
 
@@ -243,7 +243,7 @@ def test_a_failure_in_memguard_never_replaces_the_users_error(
 
     budget.read = broken
     budget.diagnosed = broken  # type: ignore[assignment,method-assign]
-    report = seen(oom())
+    report = report_error(oom())
     assert report is not None and report.ledger is None and report.why == "the GPU could not be read"
     assert "torch ran out of GPU memory" in capsys.readouterr().err
 
@@ -254,7 +254,7 @@ def test_a_failure_in_memguard_never_replaces_the_users_error(
         def add_note(self, note: str) -> None:
             raise RuntimeError(note)
 
-    assert seen(raised(Sealed(TEXT)), show=False) is not None
+    assert report_error(raised(Sealed(TEXT)), show=False) is not None
 
 
 class Clock:
@@ -273,7 +273,7 @@ def test_a_loop_that_tries_again_has_one_report_in_full_a_minute(capsys: pytest.
 
     def said() -> tuple[bool, str]:
         error = oom()
-        report = seen(error)
+        report = report_error(error)
         assert report is not None and last_oom() is report, "always the newest"
         assert getattr(error, "__notes__", []) == [report.note], "complete"
         text = capsys.readouterr().err
@@ -301,17 +301,17 @@ def test_another_requester_reason_or_gpu_is_another_report(capsys: pytest.Captur
     undo = Budget().install(clock=Clock())
     try:
         for text in texts:
-            seen(raised(RuntimeError(text)))
+            report_error(raised(RuntimeError(text)))
         assert capsys.readouterr().err.count("\n  error  ") == 4
         for text in texts:
-            seen(raised(RuntimeError(text)))
+            report_error(raised(RuntimeError(text)))
         assert [line.partition(" (")[0] for line in capsys.readouterr().err.splitlines()] == [
             "memguard: torch out of memory again",
             "memguard: torch out of host memory again",
             "memguard: cublas out of memory again",
             "memguard: cuda possibly out of memory again",
         ]
-        assert seen(oom(), show=False) is not None and len(hooks._shown) == 4
+        assert report_error(oom(), show=False) is not None and len(hooks._shown) == 4
     finally:
         undo()
 
@@ -320,8 +320,8 @@ def test_a_report_that_was_not_shown_does_not_shorten_the_next(
     budget: Budget, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for _ in range(3):
-        seen(oom(), show=False)
-    seen(oom())
+        report_error(oom(), show=False)
+    report_error(oom())
     assert capsys.readouterr().err.count("\n  error  ") == 1
 
 
@@ -361,8 +361,8 @@ def test_an_error_that_takes_no_attribute_is_reported_once_too(
     budget: Budget, capsys: pytest.CaptureFixture[str], kind: type[Exception]
 ) -> None:
     error = raised(kind(TEXT))
-    report = seen(error)
-    assert report is not None and seen(error) is report
+    report = report_error(error)
+    assert report is not None and report_error(error) is report
     sys.excepthook(type(error), error, error.__traceback__)
     assert len(budget.recorded) == 1 and capsys.readouterr().err.count("\n  error  ") == 1
 
@@ -375,7 +375,7 @@ def test_a_standard_error_that_is_gone(budget: Budget, monkeypatch: pytest.Monke
         monkeypatch.setattr(sys, "stderr", closed)
     else:
         monkeypatch.setattr(sys, "stderr", None)
-    assert seen(oom()) is not None
+    assert report_error(oom()) is not None
 
 
 def test_on_a_terminal_it_is_drawn(
@@ -384,29 +384,29 @@ def test_on_a_terminal_it_is_drawn(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    seen(oom())
+    report_error(oom())
     assert "\x1b[1;31m" in capsys.readouterr().err
 
 
 def test_without_a_budget_nothing_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     error = oom()
-    assert seen(error) is None and vars(error) == {} and capsys.readouterr().err == ""
+    assert report_error(error) is None and vars(error) == {} and capsys.readouterr().err == ""
 
 
 def test_the_report_outlives_the_budget() -> None:
     undo = Budget().install()
     error = oom()
-    report = seen(error, show=False)
+    report = report_error(error, show=False)
     undo()
-    assert last_oom() is report and seen(error) is report
-    assert seen(oom()) is None
+    assert last_oom() is report and report_error(error) is report
+    assert report_error(oom()) is None
 
 
 def test_a_few_reports_are_remembered(budget: Budget) -> None:
     errors = [oom() for _ in range(50)]
-    reports = [seen(error, show=False) for error in errors]
-    assert seen(errors[-1]) is reports[-1] is last_oom()
-    assert len(hooks._reports) <= 8 and seen(errors[0]) is None
+    reports = [report_error(error, show=False) for error in errors]
+    assert report_error(errors[-1]) is reports[-1] is last_oom()
+    assert len(hooks._reports) <= 8 and report_error(errors[0]) is None
 
 
 # hooks
@@ -416,7 +416,7 @@ def test_installed_twice_is_installed_once(budget: Budget) -> None:
     hook = sys.excepthook
     undo = budget.install()
     assert isinstance(sys.excepthook, hooks._Hook) and sys.excepthook is not hook
-    seen(oom(), show=False)
+    report_error(oom(), show=False)
     assert len(budget.recorded) == 1
     undo()
 
@@ -427,10 +427,10 @@ def test_another_budget_takes_over() -> None:
     undo_first = first.install()
     undo_second = second.install()
     undo_first()  # late: it is the second's turn
-    seen(oom(), show=False)
+    report_error(oom(), show=False)
     assert (len(first.recorded), len(second.recorded)) == (0, 1)
     undo_second()
-    assert sys.excepthook is before and seen(oom()) is None
+    assert sys.excepthook is before and report_error(oom()) is None
 
 
 def test_who_hooked_after_us_stays_and_we_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -476,7 +476,7 @@ def test_an_error_in_the_hook_before_ours_is_raised(budget: Budget, monkeypatch:
     error = oom()
     with pytest.raises(ZeroDivisionError):
         sys.excepthook(type(error), error, None)
-    assert last_oom() is seen(error)
+    assert last_oom() is report_error(error)
 
 
 class Shell(code.InteractiveInterpreter):
@@ -606,15 +606,15 @@ def oom_in_thread() -> None:
 
 def test_many_threads_at_once(budget: Budget) -> None:
     with ThreadPoolExecutor(8) as pool:
-        reports = list(pool.map(lambda _: seen(oom(), show=False), range(200)))
+        reports = list(pool.map(lambda _: report_error(oom(), show=False), range(200)))
     assert len({id(report) for report in reports}) == 200 and len(budget.recorded) == 200
 
 
 def test_a_forked_child_reports_nothing(budget: Budget) -> None:
-    seen(oom(), show=False)
+    report_error(oom(), show=False)
     pid = os.fork()
     if pid == 0:
-        code = 0 if seen(oom(), show=False) is None and last_oom() is None else 1
+        code = 0 if report_error(oom(), show=False) is None and last_oom() is None else 1
         os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
@@ -646,7 +646,7 @@ def test_an_uncaught_error_ends_the_program_as_usual_and_the_report_comes_last()
 
 
 def test_an_uncaught_error_that_a_block_reported_is_not_reported_again() -> None:
-    done = run("try: fail()\nexcept Exception as error:\n    hooks.seen(error)\n    raise")
+    done = run("try: fail()\nexcept Exception as error:\n    hooks.report_error(error)\n    raise")
     assert done.returncode == 1 and done.stderr.count("  error  torch.OutOfMemoryError") == 1
 
 
@@ -683,7 +683,7 @@ def test_the_example_of_the_documents_and_that_its_first_remedy_helps() -> None:
             guard.host.occupy(device, 4242, 86 << 30)  # type: ignore[attr-defined]
             with pytest.raises(FrameworkOutOfMemory) as caught:
                 simulated["torch"].allocate(9 << 30)
-            report = seen(caught.value, show=False)
+            report = report_error(caught.value, show=False)
             assert report is not None and report.reason == "card" and report.holders[0].name == "process 4242"
             page = (Path(__file__).parents[2] / "docs" / "oom.md").read_text(encoding="utf-8")
             assert f"```\n{report}\n```" in page

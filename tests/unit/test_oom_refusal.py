@@ -25,7 +25,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import memguard
-from memguard._base.specs import SPECS
 from memguard._base.types import (
     Device,
     DeviceSample,
@@ -40,13 +39,14 @@ from memguard._base.types import (
 from memguard._base.units import GIB, MIB, format_size
 from memguard._budget import from_mapping, policy
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
+from memguard._frameworks.specs import SPECS
 from memguard._frameworks.tensorflow.adapter import TensorFlow
 from memguard._frameworks.torch.adapter import Torch
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import DeviceLedger, Ledger
 from memguard._oom import hooks, refusal
-from memguard._oom.classify import ErrorFacts, Verdict, classify
+from memguard._oom.classify import Classification, ErrorFacts, classify
 from memguard._oom.refusal import EVERY, RefusalEvents
 from memguard._oom.report import Report, diagnose
 from memguard._timeline import load_timeline
@@ -115,24 +115,24 @@ def near(found: int | None, size: float) -> bool:
 
 def test_the_text_of_torch_gives_the_figures_of_the_moment() -> None:
     facts = error("torch", GPT)
-    told = refusal.of_text(facts, classify(facts), 3.0)
+    told = refusal.from_text(facts, classify(facts), 3.0)
     assert told is not None and told.source == "text" and told.reclaimable == 0
     assert near(told.in_use, 14.01 * GIB) and near(told.held, 14.01 * GIB + 305 * MIB) and near(told.free, 62.71 * GIB)
     facts = error("torch", OLD)
-    told = refusal.of_text(facts, classify(facts), 3.0)
+    told = refusal.from_text(facts, classify(facts), 3.0)
     assert told is not None
     assert near(told.in_use, 1.72 * GIB) and near(told.held, 2.46 * GIB) and near(told.free, 354.88 * MIB)
     facts = error(
         "cupy", "Out of memory allocating 512 bytes (allocated so far: 8,589,934,592 bytes, limit set to: 9)."
     )
-    told = refusal.of_text(facts, classify(facts), 3.0)
+    told = refusal.from_text(facts, classify(facts), 3.0)
     assert told is not None and (told.held, told.in_use) == (8 * GIB, None)
     facts = error("torch", ASYNC)
-    told = refusal.of_text(facts, classify(facts), 3.0)
+    told = refusal.from_text(facts, classify(facts), 3.0)
     assert told is not None and (told.held, told.reclaimable) == (None, None)
     assert near(told.in_use, 136 * GIB) and near(told.free, 31.12 * MIB)
     for text in ("CUDA out of memory.", "CUDA out of memory. Of the allocated memory x GiB is allocated by PyTorch"):
-        assert refusal.of_text(error("torch", text), classify(error("torch", text)), 3.0) is None
+        assert refusal.from_text(error("torch", text), classify(error("torch", text)), 3.0) is None
 
 
 def test_a_forward_pass_whose_activations_are_gone_reached_its_cap() -> None:
@@ -351,13 +351,13 @@ def test_torchs_observer_counts_what_idles_in_private_pools_without_a_text(
     torch = Torch(SimpleNamespace())
     torch._uuids, torch._caps, told = {H200.uuid: 0}, {H200.uuid: 3 * GIB}, []
     torch.on_refusal = told.append  # type: ignore[assignment]
-    torch._told(0, 400 * MIB, 3 * GIB, 50 * GIB)
+    torch._report_observed(0, 400 * MIB, 3 * GIB, 50 * GIB)
     assert (told[0].in_use, told[0].reclaimable) == ((1000 if history else 2200) * MIB, 0)
     assert told[0].pooled == (0 if history else 1200 * MIB)
-    torch._told(0, 2100 * MIB, 3 * GIB, 50 * GIB)  # all that it caches would not have been enough
+    torch._report_observed(0, 2100 * MIB, 3 * GIB, 50 * GIB)  # all that it caches would not have been enough
     assert told[1].in_use is None and len(listed) == (not history)
     stats.clear()
-    torch._told(0, 1, 3 * GIB, 50 * GIB)
+    torch._report_observed(0, 1, 3 * GIB, 50 * GIB)
     assert told[2].in_use is None
 
 
@@ -400,11 +400,11 @@ def test_a_request_of_unknown_size_is_laid_to_the_cap_only_if_the_card_had_more(
     assume(cap >= 2 * MIB)
     plan = plan_of({name: {"limit": cap // MIB * MIB}})
     facts = error(name, UNSIZED[name])
-    verdict = classify(facts)
-    assert verdict.requested is None and verdict.refused
+    classification = classify(facts)
+    assert classification.requested is None and classification.refused
     gpu = DeviceSample(H200.uuid, H200.total, 0, seen * MIB if seen is not None else 0, None, None, 0, None, {})
     samples = () if seen is None else (Sample(8.0, (gpu,)),)
-    found = diagnose(facts, verdict, ledger_of(plan, usage, filled * MIB), plan, {}, samples, time=9.0)
+    found = diagnose(facts, classification, ledger_of(plan, usage, filled * MIB), plan, {}, samples, time=9.0)
     room = plan.devices[0].caps[name] - (used or 0)
     card = min(free, free if seen is None else seen * MIB)
     if card >= room + 256 * MIB:
@@ -424,16 +424,16 @@ def test_of_peak_and_last_sample_the_larger_that_explains_the_error_counts(peak:
     row = FrameworkSample(14 * GIB, sampled * MIB, 0, 14 * GIB)
     gpu = DeviceSample(H200.uuid, H200.total, 0, 90 * GIB, None, None, 0, None, {"jax": row})
     (part,) = ledger_of(plan, {"jax": Usage(14 * GIB, now * MIB, 0)}).devices
-    verdict = Verdict("gpu", "jax", GIB, True)
-    found = refusal.from_now(part, verdict, GIB, peak * MIB, [Sample(8.0, (gpu,))], 9.0)
+    classification = Classification("gpu", "jax", GIB, True)
+    found = refusal.from_sample_or_peak(part, classification, GIB, peak * MIB, [Sample(8.0, (gpu,))], 9.0)
     assert found is not None and found.source == "peak" and found.in_use == peak * MIB
-    without = refusal.from_now(part, verdict, GIB, None, [Sample(8.0, (gpu,))], 9.0)
+    without = refusal.from_sample_or_peak(part, classification, GIB, None, [Sample(8.0, (gpu,))], 9.0)
     assert (without is None) == (sampled - now < 64) and (without is None or without.source == "sample")
 
 
 def test_an_error_finds_the_record_of_its_own_request() -> None:
     """By its mark; or, of an observer, by framework and size, first of the same thread and then the newest."""
-    verdict = Verdict("gpu", "torch", 2 * GIB, True)
+    classification = Classification("gpu", "torch", 2 * GIB, True)
     records = {
         number: RefusedRequest("torch", "observer", 0.0, requested=size, thread=thread)
         for number, size, thread in ((1, 2 * GIB, 7), (2, 2 * GIB + 4 * MIB, 8), (3, 3 * GIB, 7), (4, None, 9))
@@ -442,7 +442,7 @@ def test_an_error_finds_the_record_of_its_own_request() -> None:
     bare = ErrorFacts("x", (), "", {})
 
     def of(facts: ErrorFacts, thread: int, name: str = "torch") -> int | None:
-        return refusal.record_of(records, facts, verdict, name, 100, thread)
+        return refusal.record_of(records, facts, classification, name, 100, thread)
 
     assert (of(bare, 7), of(bare, 8), of(bare, 9), of(bare, 1)) == (1, 2, 4, 4)
     assert of(bare, 7, "cupy") is None, "memguard's own allocators mark their errors"
@@ -727,7 +727,7 @@ def test_two_threads_at_once_have_a_report_each(guard: memguard.Guard) -> None:
             with memguard.workload(name, framework=name):
                 comprehension(framework)
         except FrameworkOutOfMemory as caught:
-            found[name] = hooks.seen(caught)
+            found[name] = hooks.report_error(caught)
 
     threads = [threading.Thread(target=fail, args=(name,)) for name in ("torch", "pycuda")]
     for thread in threads:
@@ -906,7 +906,7 @@ def test_the_note_is_back_after_the_traceback(
     """Whichever hook of Python printed it, and if that was interrupted; notes of others stay in their places."""
     error = _Oom("CUDA out of memory. Tried to allocate 2.00 GiB")
     error.add_note("first")
-    report = hooks.seen(error, show=True)
+    report = hooks.report_error(error, show=True)
     assert report is not None
     error.add_note("last")
     whole = ["first", report.note, "last"]
@@ -956,10 +956,10 @@ def test_no_line_about_another_time_comes_before_the_first_report(
     undo = hooks.install(hooks.OomContext)
     try:
         for _ in range(200):
-            hooks.in_full_again()
+            hooks.show_next_in_full()
 
             def fail() -> None:
-                hooks.seen(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
+                hooks.report_error(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
 
             threads = [threading.Thread(target=fail) for _ in range(4)]
             for thread in threads:
@@ -996,10 +996,10 @@ def test_a_signal_handler_that_runs_out_of_memory_within_a_report(
 
     monkeypatch.setattr(hooks, "_write", interrupted)
     before = signal.signal(
-        signal.SIGUSR1, lambda *_: hooks.seen(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
+        signal.SIGUSR1, lambda *_: hooks.report_error(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
     )
     try:
-        hooks.seen(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
+        hooks.report_error(_Oom("CUDA out of memory. Tried to allocate 2.00 GiB"))
     finally:
         signal.signal(signal.SIGUSR1, before)
         undo()

@@ -62,7 +62,7 @@ def asks_nobody(frameworks: Frameworks, patch: pytest.MonkeyPatch) -> None:
 def communicates(frameworks: Frameworks, patch: pytest.MonkeyPatch) -> None:
     frameworks["torch"].allocate(20 * GIB)
     patch.setattr(frameworks["torch"], "communicating", lambda: True)
-    patch.setattr(elastic.own_thread, "mine", True, raising=False)
+    patch.setattr(elastic.thread_flags, "started_by_memguard", True, raising=False)
 
 
 def fills_the_card(frameworks: Frameworks, idle: int) -> None:
@@ -166,13 +166,13 @@ def test_what_came_back_and_did_not_suffice_is_said(tmp_path: Path, monkeypatch:
         cupy.trim(device)
         other = host.memory(device).free - GIB
         host.occupy(device, 4242, other)  # type: ignore[attr-defined]
-        gives = torch.give_back
+        gives = torch.trim_partly
 
         def taken(*arguments: Any) -> None:
             gives(*arguments)
             host.occupy(device, 4242, host.memory(device).free + other - 3 * GIB)  # type: ignore[attr-defined]
 
-        patch.setattr(torch, "give_back", taken)
+        patch.setattr(torch, "trim_partly", taken)
 
     report = refused(Case(None, "", FIXED, prepare, size=8), tmp_path / "run.jsonl", monkeypatch)
     assert report.moment is not None and report.moment.why_no_help is not None

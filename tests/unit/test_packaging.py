@@ -132,11 +132,10 @@ def test_the_package_carries_what_it_needs_beside_code() -> None:
 
 
 def test_the_pages_of_the_doctor_come_with_the_package(tmp_path: Path) -> None:
-    from memguard._base.findings import NAMES
-    from memguard._tools.doctor import explain
+    from memguard._base.findings import names, page
 
-    pages = {name: (ROOT / "docs" / "doctor" / f"{name}.md").read_text(encoding="utf-8") for name in NAMES}
-    assert {name: explain.page(name) for name in NAMES} == pages
+    files = {path.stem: path for path in (ROOT / "docs" / "doctor").glob("*.md") if path.stem != "README"}
+    assert set(names()) == set(files)
     assert (PACKAGE / "_tools/doctor" / "pages").is_dir()
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     forced = project.partition("[tool.hatch.build.targets.wheel.force-include]")[2].partition("\n[")[0]
@@ -161,7 +160,7 @@ def test_the_pages_of_the_doctor_come_with_the_package(tmp_path: Path) -> None:
         capture_output=True,
         encoding="utf-8",
     )
-    assert (done.returncode, done.stdout.rstrip()) == (0, pages["mig"].rstrip()), done.stderr
+    assert (done.returncode, done.stdout.rstrip()) == (0, page("mig").text.rstrip()), done.stderr
 
 
 @pytest.mark.long  # so are the next two: the rules under which these tests run
@@ -259,7 +258,7 @@ def test_the_scripts_let_interpreters_keep_what_they_compiled() -> None:
 
 
 def test_each_framework_is_installed_as_its_extra_says() -> None:
-    from memguard._base.specs import SPECS
+    from memguard._frameworks.specs import SPECS
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     first = {name: extras[name][0].partition(">=")[0] for name in SPECS}  # others are bounds for what it needs

@@ -181,7 +181,7 @@ def forgotten() -> Iterator[None]:
     from memguard._runtime import session
 
     yield
-    session.callbacks.clear()
+    session.event_callbacks.clear()
     logging.getLogger("memguard")._cache.clear()  # type: ignore[attr-defined]
 
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from memguard._base.framework_spec import CONTEXT, OVERHEADS
-from memguard._base.specs import SPECS
 from memguard._base.types import Device, DevicePlan, MemoryInfo, Usage
 from memguard._base.units import GIB, GRANULE, MIB
 from memguard._budget import Budget, from_mapping, parse, policy
 from memguard._budget.policy import SLACK, auto_reserve, busy, resized
 from memguard._devices.catalog import CATALOGUE
 from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks.specs import SPECS
 from memguard.errors import PlanError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
-from memguard._base.specs import NEVER_GIVE_BACK, SPECS
 from memguard._base.types import DevicePlan, MemoryInfo, Plan, Room, Usage
 from memguard._base.units import GIB, GRANULE, MIB, round_down
 from memguard._budget import FRAMEWORKS, from_mapping, parse, policy
 from memguard._budget.policy import starting_caps
 from memguard._devices.catalog import CATALOGUE
 from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 from memguard.errors import ConfigError, MemguardError, PlanError
 
 pytestmark = pytest.mark.one_case  # no version of what is installed changes it: all of it is our own code
@@ -170,7 +170,7 @@ def test_the_budget_that_a_refusal_asks_for_has_room_for_the_request(needed: int
 
 def test_a_refusal_never_asks_for_more_than_the_budget_has() -> None:
     part = of_room(cupy={"min": "5%", "max": "100%"}, torch={"min": "5%", "max": "90%"})
-    memory, most = MemoryInfo(100 * GIB, 0, 0, 100 * GIB), policy.beside_minima(part, "cupy")
+    memory, most = MemoryInfo(100 * GIB, 0, 0, 100 * GIB), policy.guaranteed_cap(part, "cupy")
     plain = policy.admit("cupy", 3 * GIB, 3 * GIB, most, {"cupy": Usage(0, 0, 0)}, memory).refusal
     assert plain is not None
     refusal = str(policy.elastic_advice(plain, part, Room({}, None, GIB, {})))

@@ -151,7 +151,7 @@ def test_a_ctrl_c_at_any_line_leaves_no_claim() -> None:
         ends.join()
         claim = None
         gc.collect()
-        assert not cap._claims and not cap._turn.mine, number
+        assert not cap._claims and not cap._locked.held_here, number
     assert times > 20
 
 

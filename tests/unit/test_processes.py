@@ -248,7 +248,7 @@ def test_init_imports_no_multiprocessing(tmp_path: Path) -> None:
 def importing_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process looks like a worker in which multiprocessing imports the script again."""
     monkeypatch.setattr(multiprocessing.process.current_process(), "_inheriting", True, raising=False)
-    monkeypatch.delenv(workers.ASKED, raising=False)
+    monkeypatch.delenv(workers.CHILDREN, raising=False)
 
 
 @pytest.mark.usefixtures("importing_again")
@@ -290,7 +290,7 @@ def test_whatever_a_guard_can_do_a_passive_one_answers_or_refuses() -> None:
 def test_a_block_under_a_passive_budget_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     with memguard.guard(BUDGET) as guard:
         assert not guard.active
-        monkeypatch.setenv(workers.ASKED, "1")
+        monkeypatch.setenv(workers.CHILDREN, "1")
         assert start().active
     assert memguard.ledger().simulated, "the block ends what it began, which is nothing"
 
@@ -634,10 +634,10 @@ def test_an_edit_that_is_wrong_leaves_the_budget_before(edit: Any, error: type[M
 
 def test_an_edit_whose_cap_cannot_hold_brings_the_budget_back(monkeypatch: pytest.MonkeyPatch) -> None:
     class Refuses(SimulatedFramework):
-        def apply(self, caps: Any, options: Any) -> Applied:
+        def apply(self, caps: Any, options: Any, undo: Any) -> Applied:
             if min(caps.values()) < 3 << 30:
                 raise CapNotApplied(self.name, "it is too small", "ask for more")
-            return super().apply(caps, options)
+            return super().apply(caps, options, undo)
 
     monkeypatch.setattr(registry, "create", lambda name, host: Refuses(host, name, imported=True))
     start()
@@ -798,7 +798,7 @@ def cli(*words):
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exc_info
     return [done.exit_code, done.output]
 result = {"check": cli("check", "budget.yaml"), "plan": cli("plan", "budget.yaml", "--device", "h200"),
-          "schema": cli("schema"), "here": cli("plan", "budget.yaml")}
+          "schema": cli("check", "--schema"), "here": cli("plan", "budget.yaml")}
 guard = memguard.init("budget.yaml", simulate="h200")
 result["active"], result["sum"] = guard.active, sum(row.bytes or 0 for row in memguard.ledger().devices[0].rows)
 memguard.require("torch", "1GiB")
@@ -834,6 +834,6 @@ def test_run_on_another_system_starts_the_program_and_has_its_exit_code(tmp_path
     done = program(
         tmp_path,
         ELSEWHERE.format(system=system)
-        + f"main(['run', '-c', 'budget.yaml', '--simulate', 'h200', '--', sys.executable, '-c', {code!r}])",
+        + f"main(['run', '-c', 'budget.yaml', '--device', 'h200', '--', sys.executable, '-c', {code!r}])",
     )
     assert (done.returncode, done.stdout) == (6, "True\n"), done.stderr

@@ -22,7 +22,7 @@ import memguard
 from memguard._base.units import GIB, GRANULE, MIB
 from memguard._budget import policy
 from memguard._budget import ranks as _ranks
-from memguard._budget.ranks import Rank, Unclear, of, rank_of, sharing
+from memguard._budget.ranks import ProcessRank, UnclearRank, of, rank_of, sharing
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.cupy.adapter import CuPy
 from memguard.cli import main
@@ -53,27 +53,27 @@ BATCH_SCRIPT = {
     ("environ", "rank"),
     [
         ({}, None),
-        (TORCHRUN, Rank("torchrun", 1, 4, 5, 8)),
-        ({"LOCAL_RANK": "0", "LOCAL_SIZE": "2", "RANK": "0", "WORLD_SIZE": "2"}, Rank("torchrun", 0, 2, 0, 2)),
-        (OPEN_MPI, Rank("Open MPI's mpirun", 1, 2, 4, 5)),
-        (HYDRA, Rank("MPICH's or Intel MPI's mpirun", 1, 2, 3, 5)),
-        (SRUN, Rank("srun", 0, 1, 6, 7)),
-        ({**SRUN, "SLURM_NODEID": "2", "SLURM_LOCALID": "1", "SLURM_PROCID": "5"}, Rank("srun", 1, 2, 5, 7)),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, Rank("srun", 0, 4, 6, 7)),
-        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "", "SLURM_TASKS_PER_NODE": "2"}, Rank("srun", 0, 2, 6, 7)),
-        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "1", "SLURM_NTASKS_PER_NODE": "2"}, Rank("srun", 1, 2, 1)),
+        (TORCHRUN, ProcessRank("torchrun", 1, 4, 5, 8)),
+        ({"LOCAL_RANK": "0", "LOCAL_SIZE": "2", "RANK": "0", "WORLD_SIZE": "2"}, ProcessRank("torchrun", 0, 2, 0, 2)),
+        (OPEN_MPI, ProcessRank("Open MPI's mpirun", 1, 2, 4, 5)),
+        (HYDRA, ProcessRank("MPICH's or Intel MPI's mpirun", 1, 2, 3, 5)),
+        (SRUN, ProcessRank("srun", 0, 1, 6, 7)),
+        ({**SRUN, "SLURM_NODEID": "2", "SLURM_LOCALID": "1", "SLURM_PROCID": "5"}, ProcessRank("srun", 1, 2, 5, 7)),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, ProcessRank("srun", 0, 4, 6, 7)),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "", "SLURM_TASKS_PER_NODE": "2"}, ProcessRank("srun", 0, 2, 6, 7)),
+        ({"SLURM_LOCALID": "1", "SLURM_PROCID": "1", "SLURM_NTASKS_PER_NODE": "2"}, ProcessRank("srun", 1, 2, 1)),
         (BATCH_SCRIPT, None),
         # nested: the nearest one counts
-        ({**SRUN, **TORCHRUN}, Rank("torchrun", 1, 4, 5, 8)),
-        ({**BATCH_SCRIPT, **TORCHRUN}, Rank("torchrun", 1, 4, 5, 8)),
-        ({**SRUN, "SLURM_LOCALID": "0", **OPEN_MPI}, Rank("Open MPI's mpirun", 1, 2, 4, 5)),
-        ({**SRUN, **HYDRA}, Rank("MPICH's or Intel MPI's mpirun", 1, 2, 3, 5)),
+        ({**SRUN, **TORCHRUN}, ProcessRank("torchrun", 1, 4, 5, 8)),
+        ({**BATCH_SCRIPT, **TORCHRUN}, ProcessRank("torchrun", 1, 4, 5, 8)),
+        ({**SRUN, "SLURM_LOCALID": "0", **OPEN_MPI}, ProcessRank("Open MPI's mpirun", 1, 2, 4, 5)),
+        ({**SRUN, **HYDRA}, ProcessRank("MPICH's or Intel MPI's mpirun", 1, 2, 3, 5)),
         # a script that copies it, as many do
-        ({**OPEN_MPI, "LOCAL_RANK": "1", "RANK": "4"}, Rank("Open MPI's mpirun", 1, 2, 4, 5)),
-        ({**SRUN, "LOCAL_RANK": "0"}, Rank("srun", 0, 1, 6, 7)),
+        ({**OPEN_MPI, "LOCAL_RANK": "1", "RANK": "4"}, ProcessRank("Open MPI's mpirun", 1, 2, 4, 5)),
+        ({**SRUN, "LOCAL_RANK": "0"}, ProcessRank("srun", 0, 1, 6, 7)),
     ],
 )
-def test_who_this_process_is(environ: dict[str, str], rank: Rank | None) -> None:
+def test_who_this_process_is(environ: dict[str, str], rank: ProcessRank | None) -> None:
     assert of(environ) == rank
 
 
@@ -94,7 +94,7 @@ def test_who_this_process_is(environ: dict[str, str], rank: Rank | None) -> None
     ],
 )
 def test_half_a_set_and_nonsense_are_errors(environ: dict[str, str], what: str, fix: str) -> None:
-    with pytest.raises(Unclear, match=what) as caught:
+    with pytest.raises(UnclearRank, match=what) as caught:
         of(environ)
     assert fix in caught.value.fix and "\x1b" not in str(caught.value)
 
@@ -104,8 +104,8 @@ def test_the_number_in_the_whole_job_is_of_the_nearest_launcher() -> None:
     assert [name for name, _ in _ranks.local_numbers({**SRUN, **TORCHRUN})] == ["LOCAL_RANK", "SLURM_LOCALID"]
 
 
-def srun(size: int) -> Rank:
-    return Rank("srun", 0, size, 0, size)
+def srun(size: int) -> ProcessRank:
+    return ProcessRank("srun", 0, size, 0, size)
 
 
 def slurm(devices: str = "0", **more: str) -> dict[str, str]:
@@ -113,15 +113,15 @@ def slurm(devices: str = "0", **more: str) -> dict[str, str]:
 
 
 ONE_GPU = {"CUDA_VISIBLE_DEVICES": "0"}
-TWO, FOUR = Rank("torchrun", 1, 2, 1, 2), Rank("torchrun", 1, 4, 1, 4)
+TWO, FOUR = ProcessRank("torchrun", 1, 2, 1, 2), ProcessRank("torchrun", 1, 4, 1, 4)
 
 
 @pytest.mark.parametrize(
     ("rank", "visible", "environ", "counts", "nccl"),
     [
         (None, 8, {}, (1,), False),
-        (Rank("torchrun", 0, 1, 0, 1), 1, ONE_GPU, (1,), False),
-        (Rank("torchrun", 0, 1, 0, 2), 1, ONE_GPU, (1,), True),  # a rank on each of two nodes
+        (ProcessRank("torchrun", 0, 1, 0, 1), 1, ONE_GPU, (1,), False),
+        (ProcessRank("torchrun", 0, 1, 0, 2), 1, ONE_GPU, (1,), True),  # a rank on each of two nodes
         (TWO, 2, {}, (1, 1), True),
         (TWO, 4, {}, (1, 1, 1, 1), True),
         (FOUR, 2, {}, (2, 2), False),
@@ -138,7 +138,7 @@ TWO, FOUR = Rank("torchrun", 1, 2, 1, 2), Rank("torchrun", 1, 4, 1, 4)
     ],
 )  # fmt: skip
 def test_which_gpus_are_shared(
-    rank: Rank | None, visible: int, environ: dict[str, str], counts: tuple[int, ...], nccl: bool
+    rank: ProcessRank | None, visible: int, environ: dict[str, str], counts: tuple[int, ...], nccl: bool
 ) -> None:
     found = sharing(rank, visible, environ)
     assert found.counts == counts and found.nccl is nccl and found.note.startswith("ranks: ")
@@ -153,8 +153,8 @@ def test_which_gpus_are_shared(
         (srun(2), slurm(GPUS_PER_TASK="a100:1,h100:1", GPUS_ON_NODE="2")),
     ],
 )
-def test_one_visible_gpu_of_its_own_or_not_is_refused(rank: Rank, environ: dict[str, str]) -> None:
-    with pytest.raises(Unclear, match="CUDA_VISIBLE_DEVICES shows this one one GPU") as caught:
+def test_one_visible_gpu_of_its_own_or_not_is_refused(rank: ProcessRank, environ: dict[str, str]) -> None:
+    with pytest.raises(UnclearRank, match="CUDA_VISIBLE_DEVICES shows this one one GPU") as caught:
         sharing(rank, 1, environ)
     assert "'ranks: {per_gpu: 1}'" in caught.value.fix and f"'ranks: {{per_gpu: {rank.size}}}'" in caught.value.fix
 
@@ -194,7 +194,7 @@ def test_the_ranks_of_a_gpu_never_have_more_than_the_budget(
     alone = {part.device.uuid: part for part in policy.plan(whole, devices).devices}
     limits, caps = Counter[str](), Counter[tuple[str, str]]()
     for local in range(ranks):
-        rank = Rank("torchrun", local, ranks, local, ranks)
+        rank = ProcessRank("torchrun", local, ranks, local, ranks)
         try:
             resolved = policy.plan(whole, devices, sharing(rank, gpus, {}))
         except memguard.PlanError:  # so small a part has no room for its context
@@ -213,10 +213,12 @@ def test_the_ranks_of_a_gpu_never_have_more_than_the_budget(
 
 def test_each_gpu_is_divided_among_its_own_ranks() -> None:
     devices = SimulatedHost(["h200", "h200"]).devices()
-    found = policy.plan(budget(ranks="auto", device={"limit": "30GiB"}), devices, sharing(Rank("x", 0, 3), 2, {}))
+    found = policy.plan(
+        budget(ranks="auto", device={"limit": "30GiB"}), devices, sharing(ProcessRank("x", 0, 3), 2, {})
+    )
     assert [part.limit for part in found.devices] == [15 * GIB, 30 * GIB]
     turned = [replace(devices[0], ordinal=1), replace(devices[1], ordinal=0)]  # CUDA_VISIBLE_DEVICES=1,0
-    found = policy.plan(budget(ranks="auto", device={"limit": "30GiB"}), turned, sharing(Rank("x", 0, 3), 2, {}))
+    found = policy.plan(budget(ranks="auto", device={"limit": "30GiB"}), turned, sharing(ProcessRank("x", 0, 3), 2, {}))
     assert [part.limit for part in found.devices] == [30 * GIB, 15 * GIB]
 
 
@@ -414,7 +416,7 @@ def test_a_table_of_mpi_has_a_row_for_each_rank(monkeypatch: pytest.MonkeyPatch)
     none = ranks_of.own(2)
     guard = guard_of(monkeypatch, {**OPEN_MPI}, ranks="auto", gpus=2)
     guard.frameworks["torch"].allocate(GIB, 1)
-    found = mpi.ledgers(Communicator([ranks_of.silent(11, "lost\x1b[2J"), none]))
+    found = mpi.ledgers(Communicator([ranks_of.without_ledger(11, "lost\x1b[2J"), none]))
     assert [*found.ranks] == [0, 2, 11] and len(found) == 3 and repr(found).startswith("<Ledgers of 3 ranks")
     lines = str(found).splitlines()
     assert lines[0] == "simulated GPUs: nothing real is limited"

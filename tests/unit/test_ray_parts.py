@@ -25,8 +25,8 @@ from memguard._devices.simulated import SimulatedHost
 from memguard._oom.classify import ErrorFacts, classify
 from memguard._runtime import runtime, session
 from memguard.integrations import ray as integration
-from memguard.integrations.ray.asked import HOOK, VARIABLE, Asked
 from memguard.integrations.ray.parts import UNITS, exact, gpus_of, part
+from memguard.integrations.ray.request import HOOK, VARIABLE, WorkerRequest
 from memguard.integrations.ray.worker import Worker
 
 VALUE = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
@@ -94,10 +94,10 @@ def variable(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_give_num_gpus_and_a_budget_that_fit() -> None:
     own = integration.options(budget("25%"), num_cpus=2, name="a")
     assert (own["num_gpus"], own["num_cpus"], own["name"]) == (0.25, 2, "a")
-    asked = Asked.read(own["runtime_env"]["env_vars"])
+    asked = WorkerRequest.read(own["runtime_env"]["env_vars"])
     assert not asked.whole and asked.budget.device.limit == Fraction(1, 4)
     share = integration.options(budget(), num_gpus=0.5, gpu="h200", memory_units=True, resources={"disk": 1})
-    assert share["num_gpus"] == 0.5 and Asked.read(share["runtime_env"]["env_vars"]).whole
+    assert share["num_gpus"] == 0.5 and WorkerRequest.read(share["runtime_env"]["env_vars"]).whole
     usable = SimulatedHost().devices()[0].usable
     assert share["resources"]["disk"] == 1 and abs(share["resources"][UNITS] - 0.4 * usable / MIB) <= 2
     sized = integration.options(budget("35GiB"), gpu="h200", memory_units=True)
@@ -120,10 +120,10 @@ def test_a_runtime_env_is_merged_and_what_cannot_be_is_refused() -> None:
     found = integration.runtime_env(budget(), worker_process_setup_hook="users.hook", **given_env)
     assert given_env == {"env_vars": {"A": "1"}, "pip": ["x"]} and found["pip"] == ["x"]
     assert found["env_vars"].pop("A") == "1" and found["env_vars"][VALUE] == HOOK
-    assert set(found["env_vars"]) == {VARIABLE, VALUE} and Asked.read(found["env_vars"]).setup == "users.hook"
+    assert set(found["env_vars"]) == {VARIABLE, VALUE} and WorkerRequest.read(found["env_vars"]).setup == "users.hook"
     assert all(isinstance(value, str) for value in found["env_vars"].values())
     used = integration.runtime_env(budget(), env_vars={VALUE: "users.hook"})  # as ray.init leaves it
-    assert Asked.read(used["env_vars"]).setup == "users.hook"
+    assert WorkerRequest.read(used["env_vars"]).setup == "users.hook"
     for wrong in ({"worker_process_setup_hook": print}, {"env_vars": {VALUE: "ray_runtime_env_func::QUJD"}}):
         with pytest.raises(ValueError, match=r"Ray runs one hook in a process.*\n.*fix: put it into a module"):
             integration.runtime_env(budget(), **wrong)
@@ -143,18 +143,18 @@ def test_a_budget_for_ranks_is_refused_as_num_gpus_divides_it_already() -> None:
 
 def test_what_is_asked_comes_through_an_environment_variable() -> None:
     whole = budget(metrics={"prometheus": 9477, "job": "train"}, on_busy="raise")
-    asked = Asked.of(whole, whole=True, simulate=["h200", "t4"], setup=None)
-    again = Asked.read({VARIABLE: asked.text()})
+    asked = WorkerRequest.of(whole, whole=True, simulate=["h200", "t4"], setup=None)
+    again = WorkerRequest.read({VARIABLE: asked.text()})
     assert again == asked and json.loads(asked.text())
-    assert Asked.read({VARIABLE: replace(asked, source="b.yaml").text()}).budget.source == "b.yaml"
+    assert WorkerRequest.read({VARIABLE: replace(asked, source="b.yaml").text()}).budget.source == "b.yaml"
     assert again.budget.monitor is not None and again.budget.metrics is None and again.job == "train"
     assert again.budget.on_busy == "raise" and again.budget.frameworks == whole.frameworks
     assert asked.gpus(["1"]) == ["t4"] and asked.gpus([]) == ["h200", "t4"]
-    assert Asked.of(whole, whole=True, simulate="h200").gpus(["3"]) == ["h200"]
-    assert Asked.of(whole, whole=True, simulate=None).gpus(["0"]) is None
+    assert WorkerRequest.of(whole, whole=True, simulate="h200").gpus(["3"]) == ["h200"]
+    assert WorkerRequest.of(whole, whole=True, simulate=None).gpus(["0"]) is None
     for wrong in ({}, {VARIABLE: "{"}, {VARIABLE: "[]"}, {VARIABLE: '{"budget": {}, "simulate": [], "new": 1}'}):
         with pytest.raises((ValueError, memguard.ConfigError), match="fix: "):
-            Asked.read(wrong)
+            WorkerRequest.read(wrong)
 
 
 def test_without_ray_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ def ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray]:
 
 
 def armed(simulate: str | list[str] | None = "h200", of: memguard.Budget | None = None, **more: Any) -> Worker:
-    asked = Asked.of(of or budget("80GiB"), whole=True, simulate=simulate, **more)
+    asked = WorkerRequest.of(of or budget("80GiB"), whole=True, simulate=simulate, **more)
     worker = Worker({VARIABLE: asked.text()})
     worker.arm()
     return worker
@@ -271,7 +271,7 @@ def test_a_worker_has_its_part_from_its_first_task_on_and_all_of_it_is_undone(ra
     assert limit() is None, "the hook runs before Ray says which GPUs there are"
     assert ray.task(limit, ["0"], 0.5) == 40 * GIB and ray.task(limit, ["1"], 0.25) == 20 * GIB
     worker.disarm()
-    assert limit() is None and not session.watches
+    assert limit() is None and not session.sample_callbacks
     assert (ray.utils.set_visible_accelerator_ids, TaskError.__init__, sys.meta_path) == before
 
 
@@ -323,7 +323,7 @@ def test_what_cannot_be_applied_is_raised_in_the_place_of_the_function(ray: Ray)
 
 def test_a_part_that_does_not_fit_is_said_to_be_a_part_and_names_the_file(ray: Ray) -> None:
     whole = budget("1GiB", frameworks={"torch": {"share": "50%"}})
-    asked = replace(Asked.of(whole, whole=True, simulate="h200"), source="budget.yaml")
+    asked = replace(WorkerRequest.of(whole, whole=True, simulate="h200"), source="budget.yaml")
     worker = Worker({VARIABLE: asked.text()})
     worker.arm()
     text = r"(?s)^budget\.yaml: device: .*limit 512.*fix: raise .*a worker, whose limits are 1/2 of .*num_gpus=0\.5"
@@ -406,7 +406,7 @@ def test_a_task_without_a_gpu_on_a_machine_without_one_runs(ray: Ray, monkeypatc
 
 def test_the_hook_reads_the_environment_once(ray: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(integration, "armed", None)
-    monkeypatch.setitem(os.environ, VARIABLE, Asked.of(budget("80GiB"), whole=True, simulate="h200").text())
+    monkeypatch.setitem(os.environ, VARIABLE, WorkerRequest.of(budget("80GiB"), whole=True, simulate="h200").text())
     integration.setup()
     first = integration.armed
     integration.setup()

@@ -63,7 +63,7 @@ def test_what_came_back_is_what_nvml_says_and_the_next_one_is_asked(monkeypatch:
         def trim(self, device: Device) -> None:
             pass
 
-        give_back = lambda self, device, needed: None  # noqa: E731
+        trim_partly = lambda self, device, needed: None  # noqa: E731
 
     replaced(monkeypatch, torch=Deaf)
     guard = start(FOUR)
@@ -74,9 +74,9 @@ def test_what_came_back_is_what_nvml_says_and_the_next_one_is_asked(monkeypatch:
     assert room.missing == 0 and set(room.returned) == {"pycuda"}
 
 
-def test_a_sibling_that_fails_to_give_back_does_not_fail_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sibling_that_fails_to_trim_partly_does_not_fail_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(SimulatedFramework):
-        def give_back(self, device: Device, needed: int) -> None:
+        def trim_partly(self, device: Device, needed: int) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     replaced(monkeypatch, torch=Broken)
@@ -100,7 +100,7 @@ def test_within_a_capture_nothing_is_given_back(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_request_does_not_wait_for_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memguard._guard.elastic._PATIENCE", 0.05)
+    monkeypatch.setattr("memguard._guard.elastic._LOCK_TIMEOUT", 0.05)
     guard = start(FOUR)
     cached(guard, "torch", 8 * GIB)
     gpu = leave(guard, GIB)

@@ -145,7 +145,7 @@ def test_a_min_is_there_for_a_workload_though_others_wait_for_more() -> None:
         target=lambda: memguard.workload("big", framework="torch", needs=room * 6 // 10, wait=60).__enter__()
     )
     waiting.start()
-    until(lambda: api.current().admission.get().queue.settled().waiting)
+    until(lambda: api.current().admission.get().queue.prune().waiting)
     with memguard.workload("small", framework="numba", needs=least - 4 * GIB):
         simulated(guard, "numba").allocate(least - 4 * GIB)
     assert waiting.is_alive(), "it was not waited for"
@@ -206,12 +206,12 @@ def test_a_tick_that_moves_a_cap_says_so() -> None:
     cupy, torch = simulated(guard, "cupy"), simulated(guard, "torch")
     cupy.free(cupy.allocate(100 * GIB))  # torch keeps what it holds, and its headroom is gone
     memguard.trim()
-    guard.moved()
+    guard.take_events()
     low = caps(guard)
     torch.allocate(low["torch"] - GIB)
     guard.rebalance(guard.sample())
-    (event,) = guard.moved()
+    (event,) = guard.take_events()
     assert (event.kind, event.framework) == ("reclaim", "torch") and "its cap moved from" in event.text
     assert caps(guard)["torch"] > low["torch"] and caps(guard)["cupy"] < low["cupy"]
     guard.rebalance(guard.sample())
-    assert guard.moved() == []
+    assert guard.take_events() == []

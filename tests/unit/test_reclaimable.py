@@ -80,23 +80,12 @@ def timeline(folder: Path, *samples: Sample) -> str:
     return str(writer.path)
 
 
-def test_the_command_reads_the_last_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_top_once_has_a_column_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = plan_of()
     path = timeline(tmp_path, sample_of(plan, START), sample_of(plan, START + 1, **FIGURES))
-    assert call("reclaim", "--dry-run", path) == 0
+    assert call("top", "--once", path) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("process ") and lines[0].endswith("+00:00")
-    assert "(simulated)" in lines[1] and lines[1].endswith("at least 6.00 GiB could come back")
-    assert lines[2].split() == ["framework", "held", "cached", "reclaimable", "how"]
-    assert [line.split()[0] for line in lines[3:]] == ["torch", "pycuda", "jax", "numba", "cupy"]
-    assert "unknown" in lines[7] and "never: its pool returns nothing" in lines[5]
-    assert call("reclaim", "--dry-run", path, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["devices"][0]["frameworks"][0]["reclaimable"] == 5 * GIB and found["simulated"] is True
-
-
-def test_the_command_frees_nothing_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("reclaim", timeline(tmp_path)) == 2
-    assert "call memguard.trim() in it" in capsys.readouterr().err
-    assert call("reclaim", "--dry-run", timeline(tmp_path / "other")) == 2
-    assert "it has no sample\n    fix:" in capsys.readouterr().err
+    (head,) = (line for line in lines if line.split()[:2] == ["GiB", "held"])
+    end = head.index("reclaim") + len("reclaim")
+    cells = {line.split()[0]: line[:end].split()[-1] for line in lines if line.startswith("  ") and line.split()[1:]}
+    assert (cells["torch"], cells["pycuda"], cells["jax"], cells["cupy"]) == ("5.00", "1.00", "0.00", "unknown")

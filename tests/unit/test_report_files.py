@@ -38,28 +38,26 @@ def call(*arguments: object) -> int:
 
 
 def test_all_files_are_written_and_have_the_mode_of_a_new_file(timeline: Path, tmp_path: Path) -> None:
-    names = {"-o": "report.html", "--md": "report.md", "--csv": "run.csv", "--perfetto": "run.json"}
+    names = ("report.html", "report.md", "run.csv", "run.json")
     before = os.umask(0o027)
     try:
-        code = call(timeline, *(word for option, name in names.items() for word in (option, tmp_path / name)))
+        code = call(timeline, *(word for name in names for word in ("-o", tmp_path / name)))
     finally:
         os.umask(before)
     assert code == 0
-    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == dict.fromkeys(
-        names.values(), 0o640
-    )
+    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == dict.fromkeys(names, 0o640)
     assert (tmp_path / "report.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
-@pytest.mark.parametrize("option", ["-o", "--md", "--csv", "--perfetto"])
+@pytest.mark.parametrize("form", ["html", "md", "csv", "perfetto"])
 def test_a_file_that_exists_stays_unless_force_is_given(
-    timeline: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+    timeline: Path, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine").write_text("mine")
-    assert call(timeline, option, tmp_path / "mine") == 1
+    assert call(timeline, "--format", form, "-o", tmp_path / "mine") == 2
     assert (tmp_path / "mine").read_text() == "mine"
     assert "mine: it exists already\n    fix: give another name, or --force to replace it" in capsys.readouterr().err
-    assert call(timeline, option, tmp_path / "mine", "--force") == 0
+    assert call(timeline, "--format", form, "-o", tmp_path / "mine", "--force") == 0
     assert (tmp_path / "mine").stat().st_size > 500
     assert os.listdir(tmp_path) == ["mine"]
 
@@ -68,9 +66,17 @@ def test_a_timeline_is_never_overwritten(timeline: Path, tmp_path: Path, capsys:
     (tmp_path / "link.html").symlink_to(timeline)
     before = timeline.read_bytes()
     for path in (timeline, tmp_path / "link.html"):
-        assert call(timeline, "-o", path, "--force") == 1
+        assert call(timeline, "--format", "html", "-o", path, "--force") == 2
         assert "it is the timeline that is read" in capsys.readouterr().err
     assert timeline.read_bytes() == before
+
+
+def test_an_older_part_of_a_timeline_is_never_overwritten(timeline: Path, tmp_path: Path) -> None:
+    run, older = tmp_path / "run.jsonl", tmp_path / "run.1.jsonl"
+    run.write_bytes(timeline.read_bytes())
+    older.write_bytes(timeline.read_bytes())
+    assert call(run, "--format", "md", "-o", older, "--force") == 2
+    assert older.read_bytes() == timeline.read_bytes()
 
 
 def test_what_comes_to_exist_meanwhile_stays(tmp_path: Path) -> None:
@@ -78,7 +84,7 @@ def test_what_comes_to_exist_meanwhile_stays(tmp_path: Path) -> None:
         yield "new"
         (tmp_path / "report.html").write_text("somebody's")
 
-    with pytest.raises(output.MemguardError, match="it exists already"):
+    with pytest.raises(output.InputError, match="it exists already"):
         output.write(str(tmp_path / "report.html"), parts(), force=False)
     assert (tmp_path / "report.html").read_text() == "somebody's"
     assert os.listdir(tmp_path) == ["report.html"]
@@ -110,14 +116,32 @@ def test_a_fifo_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["{run}"], 2, "say what to write: memguard report {run} -o report.html"),
+        (["{run}"], 2, "Missing option '-o'"),
+        (
+            ["{run}", "-o", "-"],
+            2,
+            "the ending of standard output names no format (.html, .htm, .md, ",
+        ),
+        (["{run}", "-o", "{new}.txt"], 2, "the ending of {new}.txt names no format"),
         (["{run}", "{run}", "{run}", "-o", "-"], 2, "3 timelines are given: memguard report TIMELINE [OTHER] -o FILE"),
-        (["{run}", "-o", "-", "--md", "-"], 2, "two outputs go to standard output: give each a file of its own"),
-        (["{run}", "-o", "{new}", "--md", "{new}"], 2, "two outputs go to {new}: give each a file of its own"),
-        (["{run}", "-o", ""], 2, "the name of an output is empty: give a file, or - for standard output"),
-        (["{run}", "-o", "{folder}"], 1, "{folder}: it is a folder\n    fix: give a file in it"),
-        (["{run}", "-o", "{new}/sub/x"], 1, "{new}/sub/x: cannot be written: No such file or directory\n    fix: "),
-        (["{new}", "-o", "{folder}/x"], 2, "{new}: cannot be read: No such file or directory\n    fix: "),
+        (
+            ["{run}", "-o", "-", "-o", "-", "--format", "md"],
+            2,
+            "two outputs go to standard output: give each a file of its own",
+        ),
+        (["{run}", "-o", "{new}.md", "-o", "{new}.md"], 2, "two outputs go to {new}.md: give each a file of its own"),
+        (
+            ["{run}", "-o", "", "--format", "md"],
+            2,
+            "the name of an output is empty: give a file, or - for standard output",
+        ),
+        (["{run}", "-o", "{folder}", "--format", "md"], 2, "{folder}: it is a folder\n    fix: give a file in it"),
+        (
+            ["{run}", "-o", "{new}/sub/x.md"],
+            2,
+            "{new}/sub/x.md: cannot be written: No such file or directory\n    fix: ",
+        ),
+        (["{new}", "-o", "{folder}/x.csv"], 2, "{new}: cannot be read: No such file or directory\n    fix: "),
     ],
 )
 def test_what_cannot_be_is_said_with_its_remedy(
@@ -131,7 +155,7 @@ def test_what_cannot_be_is_said_with_its_remedy(
 
 def test_a_dash_is_standard_output(timeline: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert call(timeline, "-o", tmp_path / "page.html") == 0
-    assert call(timeline, "-o", "-") == 0
+    assert call(timeline, "-o", "-", "--format", "html") == 0
     assert capfdbinary.readouterr().out == (tmp_path / "page.html").read_bytes()
 
 

@@ -155,7 +155,7 @@ def test_the_error_of_one_of_several_requests_is_joined_with_their_event(tmp_pat
         with pytest.raises(RuntimeError) as refusal:
             torch.allocate(size * GIB)
         errors.append(refusal.value)
-    report = hooks.seen(errors[1], show=False)
+    report = hooks.report_error(errors[1], show=False)
     memguard.shutdown()
     (path,) = tmp_path.glob("run*.jsonl")
     (oom,), found = load_timeline(path).ooms(), [one for one in load_timeline(path).events() if one.kind == "refused"]

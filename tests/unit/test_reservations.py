@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from memguard._base.types import MemoryInfo, Usage
 from memguard._base.units import GIB
 from memguard._guard import reservations
-from memguard._guard.reservations import EMPTY, Asked, Reservation, Reservations
+from memguard._guard.reservations import EMPTY, Request, Reservation, Reservations
 
 GPU = "GPU-0"
 CAPS = {"torch": 12, "cupy": 10}
@@ -55,14 +55,14 @@ class Process:
             name: Usage(self.in_use(name) + self.cached[name], self.in_use(name), self.cached[name]) for name in CAPS
         }
 
-    def asked(self, name: str, size: int) -> Asked:
-        return Asked(name, GPU, size, size, CAPS[name])
+    def request(self, name: str, size: int) -> Request:
+        return Request(name, GPU, size, size, CAPS[name])
 
     def begin(self, name: str, size: int, *, careless: bool = False, within: int | None = None) -> bool:
         memory = MemoryInfo(CARD, 0, CARD - self.free, self.free)
         mine = frozenset[int]() if within is None else frozenset({within})
-        asked = self.asked(name, size)._replace(mine=mine, keeps=True)
-        verdict = reservations.admit(EMPTY if careless else self.book, asked, self.usages(), memory)
+        request = self.request(name, size)._replace(enclosing=mine, reserves=True)
+        verdict = reservations.admit(EMPTY if careless else self.book, request, self.usages(), memory)
         if verdict.refusal is not None or verdict.covered:  # then the one around has its bytes, and takes them
             return False
         for sibling in verdict.trim:
@@ -94,7 +94,7 @@ class Process:
 
     def look(self) -> None:
         for name in CAPS:
-            self.book = reservations.seen(self.book, name, {GPU: self.in_use(name)})
+            self.book = reservations.with_lower_bases(self.book, name, {GPU: self.in_use(name)})
 
     def check(self) -> None:
         for name, cap in CAPS.items():
@@ -186,7 +186,7 @@ def test_what_an_ended_workload_may_have_left_is_not_taken_for_that_of_another()
     book = begun(begun(EMPTY, entry(1), 0), entry(2, size=4), 0)
     book = ended(book, 1, 4)  # the 4 bytes may be those that 1 left, or those of 2
     assert reservations.reserved_not_taken(book, "torch", GPU, 4) == 4
-    book = reservations.seen(book, "torch", {GPU: 1})
+    book = reservations.with_lower_bases(book, "torch", {GPU: 1})
     assert reservations.reserved_not_taken(book, "torch", GPU, 3) == 2
 
 
@@ -208,36 +208,38 @@ def test_a_figure_that_is_not_known_counts_as_no_growth() -> None:
     assert reservations.reserved_not_taken(book, "torch", GPU, 3) == 4
 
 
-def admit(book: Reservations, asked: Asked, free: int = CARD, **usages: Usage) -> reservations.Verdict:
-    return reservations.admit(book, asked, usages, MemoryInfo(CARD, 0, CARD - free, free))
+def admit(book: Reservations, request: Request, free: int = CARD, **usages: Usage) -> reservations.AdmissionResult:
+    return reservations.admit(book, request, usages, MemoryInfo(CARD, 0, CARD - free, free))
 
 
 def test_a_sibling_s_cache_is_left_for_what_its_own_workload_may_still_take() -> None:
     book = begun(EMPTY, entry(1, "cupy", 4), 0)
-    asked, cached = Asked("torch", GPU, 8, 8, 12), Usage(6, 0, 6)
-    assert admit(book, asked, free=6, cupy=cached).trim == ("cupy",)  # 6 free, and 2 of the 6 cached
-    assert admit(book, asked._replace(needed=9, footprint=9), free=6, cupy=cached).reserved
-    assert admit(book, asked._replace(needed=6, footprint=6), free=6, cupy=cached) == reservations.Verdict(12)
-    assert admit(book, asked._replace(needed=6, footprint=6), free=6, cupy=Usage(2, 0, 2)).reserved
+    request, cached = Request("torch", GPU, 8, 8, 12), Usage(6, 0, 6)
+    assert admit(book, request, free=6, cupy=cached).trim == ("cupy",)  # 6 free, and 2 of the 6 cached
+    assert admit(book, request._replace(needed=9, footprint=9), free=6, cupy=cached).reserved
+    assert admit(book, request._replace(needed=6, footprint=6), free=6, cupy=cached) == reservations.AdmissionResult(12)
+    assert admit(book, request._replace(needed=6, footprint=6), free=6, cupy=Usage(2, 0, 2)).reserved
 
 
 def test_what_another_client_of_the_allocator_has_reserved_must_fit_under_its_cap_too() -> None:
     book = begun(EMPTY, entry(1, "cupy", 4), 0)
     shared = {"torch": "pool", "cupy": "pool"}
-    asked, pool = Asked("torch", GPU, 4, 4, 12, shared=shared), Usage(6, 3)
-    fits = admit(book, asked, free=6, cupy=Usage(0, 0, 0), torch=Usage(3, 3, 0), pool=pool)
-    assert fits == reservations.Verdict(5, beside=4), "12 less 3 in use and 4 reserved; 3 idle serve the request"
-    more = asked._replace(needed=6, footprint=6)
+    request, pool = Request("torch", GPU, 4, 4, 12, shared=shared), Usage(6, 3)
+    fits = admit(book, request, free=6, cupy=Usage(0, 0, 0), torch=Usage(3, 3, 0), pool=pool)
+    assert fits == reservations.AdmissionResult(5, reserved_under_cap=4), (
+        "12 less 3 in use and 4 reserved; 3 idle serve the request"
+    )
+    more = request._replace(needed=6, footprint=6)
     refused = admit(book, more, free=6, cupy=Usage(0, 0, 0), torch=Usage(3, 3, 0), pool=pool)
     assert refused.reserved and refused.available == 5
-    outside = admit(book, Asked("numba", GPU, 5, 5, 12, shared=shared), free=6, pool=pool)
-    assert outside == reservations.Verdict(12), "the pool's cache serves what its own client has reserved"
+    outside = admit(book, Request("numba", GPU, 5, 5, 12, shared=shared), free=6, pool=pool)
+    assert outside == reservations.AdmissionResult(12), "the pool's cache serves what its own client has reserved"
 
 
 def test_within_a_workload_its_own_bytes_are_there() -> None:
     book = begun(EMPTY, entry(1, size=8), 0)
-    mine = Asked("torch", GPU, 6, 6, 12, frozenset({1}))
-    assert admit(book, mine._replace(mine=frozenset())).reserved
+    mine = Request("torch", GPU, 6, 6, 12, frozenset({1}))
+    assert admit(book, mine._replace(enclosing=frozenset())).reserved
     assert admit(book, mine).covered
     assert not admit(book, mine._replace(needed=9, footprint=9)).covered  # more than it reserved
     used = Usage(8, 8, 0)
@@ -248,23 +250,23 @@ def test_within_a_workload_its_own_bytes_are_there() -> None:
 
 def test_two_within_one_do_not_get_the_same_part_of_it() -> None:
     book = begun(EMPTY, entry(1, size=8), 0)
-    ask = Asked("torch", GPU, 5, 5, 12, frozenset({1}), keeps=True)
+    ask = Request("torch", GPU, 5, 5, 12, frozenset({1}), reserves=True)
     assert admit(book, ask).covered
-    book = begun(book, entry(2, asked=5, size=0, outer=frozenset({1})), 0)
+    book = begun(book, entry(2, requested=5, size=0, outer=frozenset({1})), 0)
     second = admit(book, ask)
     assert not second.covered and second.refusal is not None
-    assert admit(book, ask._replace(mine=frozenset({1, 2}))).covered  # within the second one
+    assert admit(book, ask._replace(enclosing=frozenset({1, 2}))).covered  # within the second one
 
 
 def test_those_who_wait_are_served_in_order_but_not_before_what_they_wait_for() -> None:
     book = begun(EMPTY, entry(1), 0)
     for number in (2, 3):
         book = reservations.queued(book, entry(number))
-    assert [one.id for one in reservations.ahead(book, 3, frozenset())] == [2]
-    assert [one.id for one in reservations.ahead(book, None, frozenset())] == [2, 3]
-    assert reservations.ahead(book, None, frozenset({1})) == ()
-    assert [one.id for one in reservations.ahead(book, None, frozenset({99}))] == [2, 3]  # that one is over
-    small = Asked("cupy", GPU, 6, 6, 10)
+    assert [one.id for one in reservations.served_before(book, 3, frozenset())] == [2]
+    assert [one.id for one in reservations.served_before(book, None, frozenset())] == [2, 3]
+    assert reservations.served_before(book, None, frozenset({1})) == ()
+    assert [one.id for one in reservations.served_before(book, None, frozenset({99}))] == [2, 3]  # that one is over
+    small = Request("cupy", GPU, 6, 6, 10)
     assert admit(book, small).refusal is None
     assert admit(book, small._replace(before=book.waiting[:1])).reserved  # 6 + 6 + 6 are more than the card
     assert ended(book, 2, None).waiting == book.waiting[1:]
@@ -273,28 +275,28 @@ def test_those_who_wait_are_served_in_order_but_not_before_what_they_wait_for() 
 @pytest.mark.parametrize(("cap", "room", "what"), [(12, 16, "torch's cap"), (30, 13, "what the budget has there")])
 def test_a_workload_that_would_wait_for_itself(cap: int, room: int, what: str) -> None:
     book = begun(EMPTY, entry(1, size=8), 0)
-    asked = Asked("torch", GPU, 6, 6, cap, frozenset({1}))
-    why = reservations.never(book, asked, room, cap)
+    request = Request("torch", GPU, 6, 6, cap, frozenset({1}))
+    why = reservations.why_waiting_is_useless(book, request, room, cap)
     assert (
         why is not None
         and "'w1', within which it is asked, reserved 8 B" in why.reason
         and what in why.reason
         and why.fix
     )
-    assert reservations.never(book, asked._replace(mine=frozenset()), room, cap) is None
-    assert reservations.never(book, asked._replace(needed=3, footprint=3), room, cap) is None
+    assert reservations.why_waiting_is_useless(book, request._replace(enclosing=frozenset()), room, cap) is None
+    assert reservations.why_waiting_is_useless(book, request._replace(needed=3, footprint=3), room, cap) is None
 
 
 def test_who_holds_what() -> None:
     book = begun(begun(EMPTY, entry(1, "cupy", 6 * GIB), 0), entry(2, size=GIB), 0)
     book = reservations.queued(book, entry(3, size=2 * GIB, since=10.0))
     seen: Mapping[str, int | None] = {"cupy": 4 * GIB, "torch": None}
-    assert reservations.who_holds(book, GPU, seen, 12.34) == [
+    assert reservations.reservation_lines(book, GPU, seen, 12.34) == [
         "'w1' (cupy, thread 1) reserved 6.00 GiB 12.3 s ago, 4.00 GiB of it in use",
         "'w2' (torch, thread 2) reserved 1.00 GiB 12.3 s ago",
         "'w3' (torch, thread 3) has waited 2.3 s for 2.00 GiB",
     ]
-    assert reservations.who_holds(book, "GPU-1", seen, 0.0) == []
+    assert reservations.reservation_lines(book, "GPU-1", seen, 0.0) == []
     for number in range(4, 30):
         book = reservations.queued(book, entry(number))
-    assert reservations.who_holds(book, GPU, seen, 12.0)[-1] == "and 17 more"
+    assert reservations.reservation_lines(book, GPU, seen, 12.0)[-1] == "and 17 more"

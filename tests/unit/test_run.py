@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(
-    folder: Path, *command: str, options: tuple[str, ...] = ("-c", "budget.yaml", "--simulate", "h200"),
+    folder: Path, *command: str, options: tuple[str, ...] = ("-c", "budget.yaml", "--device", "h200"),
     stdin: str = "", env: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:  # fmt: skip
     return subprocess.run(
@@ -102,7 +102,7 @@ for other in ({"budget": {"version": 1, "frameworks": {"torch": {"share": "20%"}
 memguard.shutdown()
 print(memguard.init("budget.yaml").host.simulated, [part.device.name for part in memguard.ledger().devices])
 """
-    done = run(folder, sys.executable, "-c", code, options=("--simulate", "H200", "--simulate", "l4"))
+    done = run(folder, sys.executable, "-c", code, options=("--device", "H200", "--device", "l4"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "True True", "another one", "another one", "True ['NVIDIA H200', 'NVIDIA L4']",
@@ -115,9 +115,9 @@ def test_arguments_arrive_as_they_were_given(folder: Path) -> None:
 
 
 def test_the_dashes_before_the_command_may_be_left_out(folder: Path) -> None:
-    command = [sys.executable, "-m", "memguard", "run", "--simulate", "h200", sys.executable, "seen.py", "--simulate"]
+    command = [sys.executable, "-m", "memguard", "run", "--device", "h200", sys.executable, "seen.py", "--device"]
     done = subprocess.run(command, cwd=folder, env=environ(), capture_output=True, text=True)
-    assert seen(done)["argv"] == ["seen.py", "--simulate"]
+    assert seen(done)["argv"] == ["seen.py", "--device"]
 
 
 def test_standard_input_is_the_programs(folder: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_signal_reaches_the_program(folder: Path) -> None:
         "print('ready', flush=True)\n"
         "for _ in range(3000):\n    time.sleep(0.01)\n"  # short ones: a signal just before a sleep does not end it
     )
-    command = [sys.executable, "-m", "memguard", "run", "--simulate", "h200", "--", sys.executable, "-c", code]
+    command = [sys.executable, "-m", "memguard", "run", "--device", "h200", "--", sys.executable, "-c", code]
     with subprocess.Popen(
         command, cwd=folder, env=environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
@@ -178,7 +178,7 @@ def test_the_budget_is_found_from_wherever_python_starts(folder: Path) -> None:
 def test_without_a_name_the_budget_is_looked_for_upward(folder: Path) -> None:
     below = folder / "a" / "b"
     below.mkdir(parents=True)
-    done = run(below, sys.executable, str(folder / "seen.py"), options=("--simulate", "h200"))
+    done = run(below, sys.executable, str(folder / "seen.py"), options=("--device", "h200"))
     assert seen(done)["active"] == "simulated"
 
 
@@ -198,7 +198,7 @@ def test_a_wrong_budget_starts_nothing(folder: Path) -> None:
 
 
 def test_an_unknown_simulated_gpu_starts_nothing(folder: Path) -> None:
-    done = run(folder, "touch", "ran", options=("--simulate", "h9000"))
+    done = run(folder, "touch", "ran", options=("--device", "h9000"))
     assert done.returncode == 2
     assert "h9000" in done.stderr
     assert not (folder / "ran").exists()
@@ -254,8 +254,8 @@ def test_without_a_gpu_the_ways_on_are_those_of_a_run(folder: Path, monkeypatch:
         assert (done.returncode, done.stdout) == (3, "")
         assert "missing_gpu" not in done.stderr and "MEMGUARD_SIMULATE" not in done.stderr
         assert done.stderr.count("\n    fix: ") == done.stderr.count("\n    or: ") == 1
-        assert "`memguard run --simulate h200`" in done.stderr and "MEMGUARD_DISABLE=1" in done.stderr
-    simulated = run(folder, sys.executable, "-c", "print('ran')", options=(*real, "--simulate", "h200"))
+        assert "`memguard run --device h200`" in done.stderr and "MEMGUARD_DISABLE=1" in done.stderr
+    simulated = run(folder, sys.executable, "-c", "print('ran')", options=(*real, "--device", "h200"))
     disabled = run(folder, sys.executable, "-c", "print('ran')", options=real, env=environ(MEMGUARD_DISABLE="1"))
     assert simulated.stdout == disabled.stdout == "ran\n"
 
@@ -452,7 +452,7 @@ def test_a_python_that_sees_the_budget_is_not_refused(command: str) -> None:
 
 def test_a_refused_command_is_not_started(folder: Path) -> None:
     done = run(folder, sys.executable, "-I", "-c", "open('ran', 'w')")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "isolated" in done.stderr
     assert not (folder / "ran").exists()
 
@@ -479,7 +479,7 @@ def test_a_budget_that_cannot_be_applied_ends_the_program_whatever_stderr_is(fol
         with open("/dev/full", "wb") as full:
             program = [sys.executable, "-c", "print('on')"]
             done = subprocess.run(
-                [sys.executable, "-m", "memguard", "run", "--simulate", "h200", "--", *program],
+                [sys.executable, "-m", "memguard", "run", "--device", "h200", "--", *program],
                 cwd=folder, env=environ(), stdout=subprocess.PIPE, stderr=full,
                 preexec_fn=(lambda: os.close(2)) if how == "closed" else None,
             )  # fmt: skip
@@ -488,7 +488,7 @@ def test_a_budget_that_cannot_be_applied_ends_the_program_whatever_stderr_is(fol
 
 def test_notebooks_below_hear_of_when_idle_through_the_environment(folder: Path) -> None:
     show = "import os; print(os.environ.get('MEMGUARD_WHEN_IDLE'), 'IPython' in __import__('sys').modules)"
-    with_budget = ("-c", "budget.yaml", "--simulate", "h200", "--when-idle", "10min")
+    with_budget = ("-c", "budget.yaml", "--device", "h200", "--when-idle", "10min")
     assert run(folder, sys.executable, "-c", show, options=with_budget).stdout == "10min False\n"
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {show!r}])"
     assert run(folder, sys.executable, "-c", child, options=with_budget).stdout == "10min False\n"

@@ -50,7 +50,7 @@ def test_without_lending_refusals_are_avoidable() -> None:
 @pytest.mark.long
 def test_without_giving_back_refusals_are_avoidable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Unused headroom is lent, but nobody gives back a cache."""
-    monkeypatch.setattr(reclaim.Reclaimer, "_give_back", lambda *_: 0)
+    monkeypatch.setattr(reclaim.Reclaimer, "_trim_partly", lambda *_: 0)
     assert sum(len(played(seed).verdicts.avoidable) for seed in CONTROLS) > len(CONTROLS)
 
 
@@ -69,7 +69,7 @@ def test_caps_that_may_all_reach_their_max_pass_the_limit() -> None:
 def test_lending_that_forgets_the_minima_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     ask = lending.plan_raise
 
-    def forgetful(parts: dict[str, lending.Part], room: int, who: str, wanted: int) -> lending.CapChange:
+    def forgetful(parts: dict[str, lending.CapState], room: int, who: str, wanted: int) -> lending.CapChange:
         return ask({name: part._replace(least=0) for name, part in parts.items()}, room, who, wanted)
 
     monkeypatch.setattr(lending, "plan_raise", forgetful)

@@ -118,7 +118,7 @@ def test_it_is_planned(seventh: Path) -> None:
 
 
 def test_it_is_in_the_schema_and_in_the_errors_that_name_the_frameworks(seventh: Path) -> None:
-    schema = json.loads(command(seventh, "schema"))
+    schema = json.loads(command(seventh, "check", "--schema"))
     frameworks = schema["properties"]["frameworks"]["properties"]
     assert list(frameworks)[-1] == "toy"
     settings = schema["$defs"][frameworks["toy"]["$ref"].removeprefix("#/$defs/")]["properties"]
@@ -134,7 +134,7 @@ def test_it_is_in_the_schema_and_in_the_errors_that_name_the_frameworks(seventh:
 def test_the_doctor_examines_it(seventh: Path, divided: Path) -> None:
     """By its probe; without one it tries the import."""
     for folder, name, version in ((seventh, "toy", "7.0"), (divided, "arenas", None)):
-        for chosen in (["--framework", name], ["budget.yaml"]):
+        for chosen in (["--framework", name], ["-c", "budget.yaml"]):
             done = run(folder, "-m", "memguard", "doctor", "--json", *chosen)
             found = json.loads(done.stdout)["frameworks"][name]
             assert found["seconds"] is not None and "not installed" not in found["state"], "its import was tried"

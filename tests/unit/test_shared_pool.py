@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memguard
-from memguard._base import specs
-from memguard._base.specs import SPECS
-from memguard._base.types import DevicePlan, FrameworkSample, MemoryInfo, Usage
+from memguard._base.types import POOL, DevicePlan, FrameworkSample, MemoryInfo, Usage
 from memguard._base.units import GIB, MIB
 from memguard._budget import from_mapping, policy, shared_pool
 from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks import specs
+from memguard._frameworks.shared_pool import remainder
+from memguard._frameworks.specs import SPECS, pool_capped
 from memguard.cli import main
 from memguard.errors import ConfigError, PlanError
 
@@ -56,7 +57,7 @@ def test_the_minima_beside_an_elastic_share_count_the_pool_once() -> None:
     pycuda = {"min": "1GiB", "max": "8GiB", "context": "own"}
     frameworks = {"torch": {"limit": "40GiB"}, "cupy": {"limit": "40GiB"}, "pycuda": pycuda}
     (part,) = plan(frameworks).devices
-    assert policy.beside_minima(part, "pycuda") == part.limit - part.reserve - 80 * GIB
+    assert policy.guaranteed_cap(part, "pycuda") == part.limit - part.reserve - 80 * GIB
 
 
 @pytest.mark.parametrize(
@@ -108,9 +109,7 @@ def test_the_plan_says_which_caps_are_shared(tmp_path: Path) -> None:
 
 def test_with_jax_or_tensorflow_it_is_the_default_pool_which_nothing_caps() -> None:
     part = plan({name: {"limit": "1GiB"} for name in SPECS}).devices[0]
-    assert (
-        set(part.joined) == set(SPECS) and not shared_pool.capped(part.joined) and shared_pool.capped(("torch", "cupy"))
-    )
+    assert set(part.joined) == set(SPECS) and not pool_capped(part.joined) and pool_capped(("torch", "cupy"))
     assert set(part.caps.values()) == {6 * GIB}
     said = {name: shared_pool.how(part, name).partition(" ")[0].rstrip(":,") for name in SPECS}
     assert said == {
@@ -129,8 +128,8 @@ def test_admission_is_that_of_one_owner_of_the_whole_pool(live: list[int], cache
     cap, used = sum(live) + cache + spare, sum(live)
     memory = MemoryInfo(141 * GIB, 0, 0, 141 * GIB)
     for own in live:
-        usages = {"torch": Usage(own, own, 0), shared_pool.POOL: Usage(used + cache, used)}
-        admission = policy.admit("torch", asked, asked, cap, usages, memory, shared_pool.POOL)
+        usages = {"torch": Usage(own, own, 0), POOL: Usage(used + cache, used)}
+        admission = policy.admit("torch", asked, asked, cap, usages, memory, POOL)
         assert (admission.refusal is None) == (used + asked <= cap)
         if admission.refusal is None:
             assert admission.trim == ()
@@ -139,28 +138,28 @@ def test_admission_is_that_of_one_owner_of_the_whole_pool(live: list[int], cache
 @given(parts=st.dictionaries(st.sampled_from(["a", "b", "c"]), SIZES), others=SIZES, cache=SIZES)
 def test_no_byte_of_the_pool_is_counted_twice(parts: dict[str, int], others: int, cache: int) -> None:
     used = sum(parts.values()) + others
-    remainder = shared_pool.counted(used, parts)
-    assert remainder == others and sum(parts.values()) + remainder + cache == used + cache
+    rest = remainder(used, parts)
+    assert rest == others and sum(parts.values()) + rest + cache == used + cache
 
 
 def test_a_remainder_is_never_negative_whatever_was_freed_between_two_readings() -> None:
-    assert shared_pool.counted(GIB, {"cupy": 2 * GIB}) == 0
+    assert remainder(GIB, {"cupy": 2 * GIB}) == 0
 
 
 def test_pressure_is_that_of_what_the_others_leave() -> None:
     (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}}).devices
     figures = {
         "torch": FrameworkSample(4 * GIB, 4 * GIB, 0, 8 * GIB), "cupy": FrameworkSample(3 * GIB, 3 * GIB, 0, 8 * GIB),
-        shared_pool.POOL: FrameworkSample(GIB, 0, None, None),
+        POOL: FrameworkSample(GIB, 0, None, None),
     }  # fmt: skip
     found = shared_pool.left_to(part, figures)
-    assert (found["torch"].cap, found["cupy"].cap, found[shared_pool.POOL].cap) == (5 * GIB, 4 * GIB, None)
+    assert (found["torch"].cap, found["cupy"].cap, found[POOL].cap) == (5 * GIB, 4 * GIB, None)
 
 
 def test_a_refusal_says_what_the_pool_is_and_what_others_have_of_it() -> None:
     (part,) = plan({"torch": {"limit": "6GiB"}, "cupy": {"limit": "2GiB"}, "pycuda": BESIDE}).devices
     whole = policy.OverCap("torch", 5, 5, 0, 8 * GIB, Usage(7 * GIB, 6 * GIB))
-    said = whole.beside(5 * GIB, shared_pool.note_on(part, "torch", 5 * GIB)).advice()
+    said = whole.for_client(5 * GIB, shared_pool.note_on(part, "torch", 5 * GIB)).advice()
     assert "its cap is 3.00 GiB and it holds 2.00 GiB, of which 1.00 GiB in use" in said.reason
     assert said.reason.endswith(
         " in use; torch and cupy share one pool of 8.00 GiB, of which others have 5.00 GiB in use"
@@ -171,5 +170,5 @@ def test_a_refusal_says_what_the_pool_is_and_what_others_have_of_it() -> None:
 def test_the_notes_name_the_remainder_and_the_cache() -> None:
     (part,) = plan().devices
     notes = shared_pool.shared_notes(part)
-    assert set(notes) == {"torch", shared_pool.POOL} and "remainder" in notes["torch"]
+    assert set(notes) == {"torch", POOL} and "remainder" in notes["torch"]
     assert shared_pool.shared_notes(None) == shared_pool.shared_notes(DevicePlan(part.device, 1, 1, {}, 0)) == {}

@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import memguard
-from memguard._base.specs import SPECS
 from memguard._base.types import TraceEvent
 from memguard._base.units import GIB, MIB
 from memguard._devices.catalog import CATALOGUE
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._frameworks.specs import SPECS
 from memguard._tools.simulate.replay import SimulationOutcome, host_of, simulate
 from memguard._tools.simulate.trace import Trace, TraceDevice, TraceHeader, read, write
-from memguard.cli.simulate import simulate as command
-from memguard.errors import TraceError
+from memguard.cli.replay import replay as command
+from memguard.errors import TimelineError, TraceError
 
 H200 = TraceDevice("NVIDIA H200", CATALOGUE["h200"].total, CATALOGUE["h200"].reserved, "hopper")
 UUID = SimulatedHost().devices()[0].uuid
@@ -325,22 +325,24 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 
 def test_the_command(files: tuple[str, str]) -> None:
-    run = CliRunner().invoke(command, list(files))
+    budget, path = files
+    run = CliRunner().invoke(command, ["-c", budget, path])
     assert run.exit_code == 0, run.output
     assert "with the budget's caps" in run.output and "8.00 GiB" in run.output
-    run = CliRunner().invoke(command, [files[1], "--without-budget"])
+    run = CliRunner().invoke(command, [path, "--without-budget"])
     assert run.exit_code == 1 and "the card is full" in " ".join(run.output.split())
-    run = CliRunner().invoke(command, [*files, "--without-budget", "--json"])
+    run = CliRunner().invoke(command, [path, "--without-budget", "--json"])
     assert run.exit_code == 1 and json.loads(run.output)["budget"] is False
-    run = CliRunner().invoke(command, [*files, "--device", "h100", "--json"])
+    run = CliRunner().invoke(command, ["-c", budget, path, "--device", "h100", "--json"])
     assert run.exit_code == 0 and json.loads(run.output)["devices"][0]["name"] == "NVIDIA H100 80GB HBM3"
 
 
 def test_the_command_with_wrong_input(files: tuple[str, str], tmp_path: Path) -> None:
     budget, path = files
-    assert CliRunner().invoke(command, [budget]).exit_code == 2
-    run = CliRunner().invoke(command, [budget, str(tmp_path / "absent")])
-    assert isinstance(run.exception, TraceError) and run.exception.exit_code == 2
-    Path(path).write_text("{}")
-    run = CliRunner().invoke(command, [budget, path])
+    assert CliRunner().invoke(command, ["-c", budget]).exit_code == 2
+    run = CliRunner().invoke(command, ["-c", budget, str(tmp_path / "absent")])
+    assert isinstance(run.exception, TimelineError) and run.exception.exit_code == 2
+    lines = Path(path).read_text().splitlines()
+    Path(path).write_text("\n".join([*lines, "{}"]))
+    run = CliRunner().invoke(command, ["-c", budget, path])
     assert isinstance(run.exception, TraceError)

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from support.capping import apply_caps
 
 from memguard._base.types import Enforcement, State, Usage
 from memguard._base.units import GIB, MIB
@@ -40,7 +41,7 @@ def test_states(name: str) -> None:
     assert framework.state() is State.IMPORTED
     assert framework.usage(gpu) is None
     framework.trim(gpu)
-    framework.apply({gpu.uuid: GIB}, {})
+    apply_caps(framework, {gpu.uuid: GIB})
     assert own(host) == 0 and not host.context_active(gpu), "looking and capping must not bring it to life"
     framework.allocate(1)
     assert framework.state() is State.LIVE and host.context_active(gpu)
@@ -72,7 +73,7 @@ def test_what_its_own_modules_take(name: str, modules: int) -> None:
     """Measured on an H200, beside the context; and the first 2 MiB of its own."""
     host = SimulatedHost()
     framework = SimulatedFramework(host, name)
-    framework.apply({uuid(host): GIB}, {})
+    apply_caps(framework, {uuid(host): GIB})
     framework.allocate(1)
     assert own(host) == CONTEXT + (modules + 2) * MIB
 
@@ -86,7 +87,7 @@ def test_a_thread_that_allocates_during_the_import_waits_for_its_hook() -> None:
     def apply() -> None:
         begun.set()
         other.join(0.2)
-        framework.apply({uuid(host): GIB}, {})
+        apply_caps(framework, {uuid(host): GIB})
 
     hook.watch(framework.hook, apply)
     other.start()
@@ -128,8 +129,8 @@ def test_a_hook_that_raises_stops_the_import() -> None:
 def test_a_cap_holds_and_the_error_is_its_own(name: str) -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, name)
-    applied = framework.apply({uuid(host): 4 * GIB}, {})
-    assert applied.enforcement is Enforcement.ENFORCED and applied.undo and not applied.permanent
+    applied = apply_caps(framework, {uuid(host): 4 * GIB})
+    assert applied.enforcement is Enforcement.ENFORCED and not applied.permanent
     arrays = []
     with pytest.raises(FrameworkOutOfMemory, match=f"simulated {name}: .* its cap is reached") as caught:
         while True:
@@ -189,7 +190,7 @@ def test_tensorflow_with_growth_as_measured() -> None:
     """Measured: limit 4,096 MiB with growth, 778 MiB of process after a 256 MiB tensor; held is not told."""
     host = SimulatedHost()
     framework = SimulatedFramework(host, "tensorflow")
-    framework.apply({uuid(host): 4096 * MIB}, {"growth": True})
+    apply_caps(framework, {uuid(host): 4096 * MIB}, {"growth": True})
     framework.allocate(256 * MIB)
     assert own(host) == 778 * MIB
     size = 256 * MIB
@@ -200,7 +201,7 @@ def test_tensorflow_with_growth_as_measured() -> None:
 def test_tensorflow_without_growth_holds_its_cap() -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, "tensorflow")
-    framework.apply({uuid(host): 4096 * MIB}, {"growth": False})
+    apply_caps(framework, {uuid(host): 4096 * MIB}, {"growth": False})
     array = framework.allocate(256 * MIB)
     framework.free(array)
     assert framework.usage(host.devices()[0]) == Usage(4096 * MIB, 0, 0, peak=256 * MIB)
@@ -212,13 +213,12 @@ def test_tensorflow_without_growth_holds_its_cap() -> None:
 def test_a_limit_that_is_fixed_once_live(name: str) -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, name)
-    undo = framework.apply({uuid(host): GIB}, {}).undo
+    undo = apply_caps(framework, {uuid(host): GIB}).undo
     with pytest.raises(CapNotApplied, match="fixed"):
         framework.resize({uuid(host): 2 * GIB})
     framework.allocate(1)
     with pytest.raises(CapNotApplied, match="too late"):
-        framework.apply({uuid(host): 2 * GIB}, {})
-    assert undo is not None
+        apply_caps(framework, {uuid(host): 2 * GIB})
     with pytest.raises(CapNotApplied, match="permanent"):
         undo()
     assert framework.stats(host.devices()[0]).cap == GIB
@@ -230,8 +230,7 @@ def test_a_limit_that_is_fixed_once_live(name: str) -> None:
 def test_undone_before_it_is_live(name: str) -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, name)
-    undo = framework.apply({uuid(host): GIB}, {}).undo
-    assert undo is not None
+    undo = apply_caps(framework, {uuid(host): GIB}).undo
     undo()
     framework.allocate(1)
     assert own(host) > 100 * GIB
@@ -242,7 +241,7 @@ def test_jax_as_measured() -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, "jax")
     (gpu,) = host.devices()
-    framework.apply({gpu.uuid: 4 * GIB}, {"growth": False})  # which is TensorFlow's
+    apply_caps(framework, {gpu.uuid: 4 * GIB}, {"growth": False})  # which is TensorFlow's
     arrays = [framework.allocate(MIB)]
     assert framework.usage(gpu) == Usage(2 * MIB, MIB, 0, peak=MIB), "it grows"
     with pytest.raises(FrameworkOutOfMemory, match=r"simulated jax: .* its cap is reached"):
@@ -270,7 +269,7 @@ def test_cupy_gives_back_what_is_not_split() -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, "cupy")
     (gpu,) = host.devices()
-    framework.apply({gpu.uuid: GIB}, {})
+    apply_caps(framework, {gpu.uuid: GIB})
     framework.free(framework.allocate(100 * MIB))
     framework.allocate(10 * MIB)
     assert framework.usage(gpu) == Usage(100 * MIB, 10 * MIB, 0)
@@ -283,7 +282,7 @@ def test_cupy_gives_back_what_is_not_split() -> None:
 def test_cupy_counts_what_it_asked_for() -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, "cupy")
-    framework.apply({uuid(host): GIB}, {})
+    apply_caps(framework, {uuid(host): GIB})
     framework.allocate(1000)
     assert framework.usage(host.devices()[0]) == Usage(1024, 1024, 0)
     assert own(host) == CONTEXT + 94 * MIB + 2 * MIB
@@ -293,7 +292,7 @@ def test_numba_holds_what_is_pending() -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, "numba")
     (gpu,) = host.devices()
-    framework.apply({gpu.uuid: GIB}, {})
+    apply_caps(framework, {gpu.uuid: GIB})
     arrays = [framework.allocate(3 * MIB) for _ in range(3)]
     framework.free(arrays[0])
     assert framework.usage(gpu) == Usage(12 * MIB, 6 * MIB, 4 * MIB, peak=9 * MIB)
@@ -313,19 +312,18 @@ def test_numba_live_before_the_first_cap_keeps_its_memory_manager() -> None:
     framework = SimulatedFramework(host, "numba")
     framework.allocate(1)
     with pytest.raises(CapNotApplied, match="too late: it is live, and its context keeps its memory manager"):
-        framework.apply({uuid(host): GIB}, {})
+        apply_caps(framework, {uuid(host): GIB})
     assert framework.stats(host.devices()[0]).cap is None
 
 
 def test_numba_live_under_a_cap_takes_another() -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, "numba")
-    undo = framework.apply({uuid(host): GIB}, {}).undo
+    undo = apply_caps(framework, {uuid(host): GIB}).undo
     framework.allocate(1)
-    assert undo is not None
     undo()
     framework.allocate(2 * GIB)
-    framework.apply({uuid(host): GIB}, {})
+    apply_caps(framework, {uuid(host): GIB})
     with pytest.raises(FrameworkOutOfMemory):
         framework.allocate(4 * MIB)
 
@@ -347,7 +345,7 @@ def test_numba_live_under_a_cap_takes_another() -> None:
 def test_the_footprint_is_what_the_first_allocation_takes(name: str, size: int, takes: int) -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, name)
-    framework.apply({uuid(host): GIB}, {})
+    apply_caps(framework, {uuid(host): GIB})
     assert framework.footprint(size) == takes
     framework.allocate(size)
     held = framework.stats(host.devices()[0]).held
@@ -360,7 +358,7 @@ def test_capped_while_live(name: str) -> None:
     framework = SimulatedFramework(host, name)
     (gpu,) = host.devices()
     first = framework.allocate(2 * GIB)
-    applied = framework.apply({gpu.uuid: GIB}, {})
+    applied = apply_caps(framework, {gpu.uuid: GIB})
     usage = framework.usage(gpu)
     assert usage is not None and usage.held is not None and usage.held >= 2 * GIB
     with pytest.raises(FrameworkOutOfMemory):
@@ -370,10 +368,9 @@ def test_capped_while_live(name: str) -> None:
     assert after is not None and (after.held, after.in_use, after.reclaimable) == (usage.held, 0, usage.held)
     framework.trim(gpu)
     assert framework.stats(gpu).held == 0
-    framework.apply({gpu.uuid: 3 * GIB}, {})
+    apply_caps(framework, {gpu.uuid: 3 * GIB})
     framework.resize({gpu.uuid: 3 * GIB})
     framework.free(framework.allocate(2 * GIB))
-    assert applied.undo is not None
     applied.undo()
     framework.allocate(10 * GIB)
     assert framework.stats(gpu).cap is None
@@ -383,7 +380,7 @@ def test_caps_are_per_device() -> None:
     host = SimulatedHost(("l4", "h200"))
     first, second = host.devices()
     framework = SimulatedFramework(host, "torch")
-    framework.apply({first.uuid: GIB, second.uuid: 4 * GIB}, {})
+    apply_caps(framework, {first.uuid: GIB, second.uuid: 4 * GIB})
     framework.allocate(2 * GIB, device=1)
     assert framework.usage(first) is None and not host.context_active(first)
     with pytest.raises(FrameworkOutOfMemory):
@@ -398,7 +395,7 @@ def test_a_cap_for_a_strange_device_leaves_nothing_applied(name: str) -> None:
     host = SimulatedHost()
     framework = SimulatedFramework(host, name)
     with pytest.raises(CapNotApplied, match="no simulated GPU GPU-strange"):
-        framework.apply({uuid(host): GIB, "GPU-strange": GIB}, {})
+        apply_caps(framework, {uuid(host): GIB, "GPU-strange": GIB})
     assert framework.stats(host.devices()[0]).cap is None
 
 
@@ -432,13 +429,13 @@ def test_a_call_within_one_of_the_machine_does_not_wait_for_a_thread_that_waits_
     (gpu,) = host.devices()
     framework = SimulatedFramework(host, "torch")
     framework.start_importing()
-    framework.apply({gpu.uuid: GIB}, {})
+    apply_caps(framework, {gpu.uuid: GIB})
     framework.free(framework.allocate(64 * MIB))
     seen: list[Usage | None] = []
     within, trims = threading.Event(), threading.Thread(target=lambda: framework.trim(gpu), daemon=True)
 
     def call() -> None:
-        with host._state(gpu):
+        with host.lock:
             trims.start()
             trims.join(0.1)
             seen.append(framework.usage(gpu))

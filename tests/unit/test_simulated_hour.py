@@ -6,11 +6,11 @@ import pytest
 import simulated_hour as hour
 
 import memguard
-from memguard._base.specs import SPECS
 from memguard._base.types import Device, MemoryInfo
 from memguard._base.units import MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.driver_allocators import CuPyPool
+from memguard._frameworks.specs import SPECS
 from memguard.errors import NotActive
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what only developers run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from support.capping import apply_caps
 
 from memguard._base.types import Device, Shortage
 from memguard._base.units import GIB, KIB, MIB
@@ -20,7 +21,7 @@ def capped(name: str, cap: int = 64 * MIB, total: int = 8 * GIB) -> tuple[Simula
     host = SimulatedHost([Model("small", "hopper", total)])
     (gpu,) = host.devices()
     framework = SimulatedFramework(host, name)
-    framework.apply({gpu.uuid: cap}, {})
+    apply_caps(framework, {gpu.uuid: cap})
     return framework, gpu
 
 
@@ -38,7 +39,7 @@ def test_a_request_above_the_cap_asks_and_is_served_once_there_is_room(name: str
     framework.on_shortage = make_room
     framework.allocate(33 * MIB)
     (shortage,) = asked
-    assert (shortage.framework, shortage.uuid, shortage.asked, shortage.full) == (name, gpu.uuid, 33 * MIB, False)
+    assert (shortage.framework, shortage.uuid, shortage.requested, shortage.full) == (name, gpu.uuid, 33 * MIB, False)
     assert framework.stats(gpu).held <= 40 * MIB + 4 * MIB + shortage.needed, "needed is the most that it takes"
 
 
@@ -120,7 +121,7 @@ def test_the_fewest_blocks_that_serve_are_given_back(
     blocks = [framework.allocate(int(size * MIB) - KIB) for size in kept]
     for block in blocks:
         framework.free(block)
-    framework.give_back(gpu, needed * MIB)
+    framework.trim_partly(gpu, needed * MIB)
     assert framework.stats(gpu).held == sum(int(size * MIB) if size > 1 else 2 * MIB for size in stay)
 
 
@@ -130,5 +131,5 @@ def test_others_give_the_whole_cache(name: str) -> None:
     blocks = [framework.allocate(20 * MIB) for _ in range(2)]
     for block in blocks:
         framework.free(block)
-    framework.give_back(gpu, MIB)
+    framework.trim_partly(gpu, MIB)
     assert framework.stats(gpu).held == 0

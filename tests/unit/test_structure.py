@@ -23,17 +23,7 @@ PACKAGE = Path(memguard.__file__).parent
 MODULES = structure.modules(PACKAGE.parent)
 ARROWS = structure.arrows(MODULES)
 
-BY_STRING = {
-    ("_base", "_frameworks"): "the table of frameworks finds their folders",
-}
-"""Rooms that a module of a lower one names in a string, and why."""
 CIRCLES = {
-    (
-        "_node.suspend",
-        "_node.suspend.self_suspend",
-        *(f"_node.suspend.triggers.{name}" for name in ("for_lease", "listener", "making_room")),
-        *(f"_node.suspend.triggers.{name}" for name in ("notebook_cells", "when_idle")),
-    ): "a suspension for a lease, or for idleness, is one of this process itself, which waits for leases",
     ("_tools.doctor", "_tools.doctor.render"): "a report renders itself",
 }
 """Modules of one room that import each other, and why. What a table of a room names is loaded later: it closes none."""
@@ -67,8 +57,7 @@ def test_nothing_runs_up() -> None:
     rank = ranks()
     up = [one for one in ARROWS if room(one.source) and rank[room(one.source)] < rank[room(one.target)]]
     listed = {tuple(line.split(" -> ")) for line in contract()["ignore_imports"]}
-    assert [one for one in up if not one.string and one[:2] not in listed] == []
-    assert {(room(one.source), room(one.target)) for one in up if one.string} <= BY_STRING.keys()
+    assert [one for one in up if one[:2] not in listed] == []
 
 
 def test_siblings_do_not_import_each_other() -> None:

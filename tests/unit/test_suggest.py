@@ -492,10 +492,10 @@ def test_the_command_writes_a_budget_that_check_accepts(tmp_path: Path) -> None:
     assert call(first, second, "-o", str(target)) == (0, "", "") and target.read_text() == out
     assert limits_of(out) == {"torch": -(-9 * GIB * 115 // 100 // GRANULE) * GRANULE}
     code, _, said = call(first, "-o", str(target))
-    assert code == 1 and "exists already" in said and "--force" in said and target.read_text() == out
+    assert code == 2 and "exists already" in said and "--force" in said and target.read_text() == out
     assert call(first, "-o", str(target), "--force")[0] == 0 and target.read_text() != out
     assert limits_of(call(first, "--ignore-refused", "--headroom", "0%")[1]) == {"torch": 2 * GIB}
-    code, out, _ = call(first, "--json", "--for", "l4", "--headroom", "50 %")
+    code, out, _ = call(first, "--json", "--device", "l4", "--headroom", "50 %")
     found = json.loads(out)
     assert (code, found["memguard_suggest"], found["fits"]) == (0, 1, True)
     assert found["gpus"][0]["name"] == "NVIDIA L4" and limits_of(found["yaml"])["torch"] == 13.5 * GIB
@@ -535,10 +535,10 @@ def test_what_is_counted_is_not_said_to_be_left_out(tmp_path: Path) -> None:
 
 def test_what_cannot_be_done_ends_with_a_reason_and_a_fix(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [torch(30 * GIB)])
-    code, out, said = call(path, "--for", "l4")
+    code, out, said = call(path, "--device", "l4")
     assert (code, out) == (1, "") and "does not fit NVIDIA L4" in said and "fix:" in said
-    assert call(path, "--for", "l4", "--json")[0] == 1
-    for arguments in ([path, "--headroom", "15"], [path, "--headroom", "x"], [path, "--for", "h1000"], ["/no/file"]):
+    assert call(path, "--device", "l4", "--json")[0] == 1
+    for arguments in ([path, "--headroom", "15"], [path, "--headroom", "x"], [path, "--device", "h1000"], ["/no/file"]):
         code, out, said = call(*arguments)
         assert (code, out) == (2, "") and said, arguments
     empty = write(tmp_path / "empty.jsonl", [torch(0)])
@@ -548,7 +548,7 @@ def test_what_cannot_be_done_ends_with_a_reason_and_a_fix(tmp_path: Path) -> Non
     damaged.write_bytes(Path(path).read_bytes() + b"{}\n")
     assert call(str(damaged))[0] == 2
     code, _, said = call(path, "-o", str(tmp_path / "no" / "b.yaml"))
-    assert code == 1 and "cannot be written" in said
+    assert code == 2 and "cannot be written" in said
 
 
 @pytest.mark.parametrize("wrong", ["300%", "100.01%", "-5%", "-0.1 %"])
@@ -569,7 +569,7 @@ def test_a_timeline_that_is_read_is_never_overwritten(tmp_path: Path) -> None:
     before = path.read_bytes()
     for target in (path, tmp_path / "link.yaml", older):
         code, out, said = call(str(path), "-o", str(target), "--force")
-        assert (code, out) == (1, "") and "it is the timeline that is read\n    fix: " in said, target
+        assert (code, out) == (2, "") and "it is the timeline that is read\n    fix: " in said, target
     assert path.read_bytes() == older.read_bytes() == before
 
 
@@ -578,9 +578,9 @@ def test_what_it_is_told_to_write_is_written_as_a_report_is(tmp_path: Path) -> N
     (tmp_path / "old").write_text("old")
     for name, code, why in (
         ("", 2, "the name of an output is empty"),
-        (str(tmp_path), 1, "it is a folder\n    fix: "),
-        (str(tmp_path / "old"), 1, "it exists already\n    fix: "),
-        (str(tmp_path / "no" / "b.yaml"), 1, "cannot be written: No such file or directory\n    fix: "),
+        (str(tmp_path), 2, "it is a folder\n    fix: "),
+        (str(tmp_path / "old"), 2, "it exists already\n    fix: "),
+        (str(tmp_path / "no" / "b.yaml"), 2, "cannot be written: No such file or directory\n    fix: "),
     ):
         found, out, said = call(path, "-o", name)
         assert (found, out) == (code, "") and why in said, name

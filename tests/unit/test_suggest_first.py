@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memguard import _budget, cli
-from memguard._base.specs import SPECS
 from memguard._budget import policy
 from memguard._devices.catalog import CATALOGUE
 from memguard._devices.simulated import SimulatedHost
+from memguard._frameworks.specs import SPECS
 from memguard._tools.suggest import installed
 from memguard._tools.suggest.first import first, shares
 from memguard.errors import MemguardError
@@ -79,17 +79,17 @@ def test_the_command_without_a_timeline(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(installed, "frameworks", lambda: {"torch": "2.11.0", "numba": None})
     target = tmp_path / "budget.yaml"
     runner = click_runner.apart()
-    assert runner.invoke(cli.main, ["suggest", "--for", "l4", "-o", str(target)]).exit_code == 0
+    assert runner.invoke(cli.main, ["suggest", "--device", "l4", "-o", str(target)]).exit_code == 0
     budget = _budget.load(target)
     assert list(budget.frameworks) == ["torch", "numba"]
     assert "# PyTorch 2.11.0: " in target.read_text() and "NVIDIA L4, which was asked for" in target.read_text()
-    done = runner.invoke(cli.main, ["suggest", "--for", "l4", "--json"])
+    done = runner.invoke(cli.main, ["suggest", "--device", "l4", "--json"])
     found = json.loads(done.stdout)
     assert found["yaml"] == target.read_text() and found["recorded"] is False
     monkeypatch.setattr(installed, "frameworks", dict)
-    done = runner.invoke(cli.main, ["suggest", "--for", "l4"])
+    done = runner.invoke(cli.main, ["suggest", "--device", "l4"])
     assert done.exit_code == 1 and "none of the frameworks" in done.stderr and done.stdout == ""
-    assert runner.invoke(cli.main, ["suggest", "--for", "l4", "--force"]).exit_code == 2
+    assert runner.invoke(cli.main, ["suggest", "--device", "l4", "--force"]).exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_command_without_a_timeline(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_options_of_a_recording_are_refused_without_one(more: list[str], named: str) -> None:
-    done = click_runner.apart().invoke(cli.main, ["suggest", "--for", "l4", *more])
+    done = click_runner.apart().invoke(cli.main, ["suggest", "--device", "l4", *more])
     assert (done.exit_code, done.stdout) == (2, "") and named in done.stderr
 
 
@@ -110,9 +110,9 @@ def test_a_gpu_that_is_too_small_gets_no_advice_for_a_file_that_is_not_there(
     names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(installed, "frameworks", lambda: dict.fromkeys(names))
-    done = click_runner.apart().invoke(cli.main, ["suggest", "--for", "1GiB"])
+    done = click_runner.apart().invoke(cli.main, ["suggest", "--device", "1GiB"])
     assert (done.exit_code, done.stdout) == (1, "") and "no first budget fits" in done.stderr
-    assert done.stderr.endswith("\n    fix: name a larger GPU with --for\n")
+    assert done.stderr.endswith("\n    fix: name a larger GPU with --device\n")
     with pytest.raises(MemguardError, match=r"\n    fix: leave this GPU out with CUDA_VISIBLE_DEVICES, or name"):
         first(dict.fromkeys(names), SimulatedHost(["1GiB"]).devices(), "python", False)
 
@@ -126,4 +126,4 @@ def test_without_a_gpu_it_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(real, "RealHost", absent)
     done = click_runner.apart().invoke(cli.main, ["suggest"])
-    assert done.exit_code == 3 and done.stdout == "" and "memguard suggest --for h100" in done.stderr
+    assert done.exit_code == 3 and done.stdout == "" and "memguard suggest --device h100" in done.stderr

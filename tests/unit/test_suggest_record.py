@@ -16,10 +16,10 @@ import pytest
 
 import memguard
 from memguard import cli
-from memguard._base.specs import SPECS
 from memguard._base.units import GIB, MIB
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._frameworks.specs import SPECS
 from memguard._tools.suggest import decide, record, recorded, text
 from memguard.cli.support import recording
 from memguard.errors import TimelineError
@@ -200,11 +200,11 @@ def test_where_memguard_is_disabled_the_program_runs_as_it_is(
 
 def test_a_python_that_would_not_record_itself_is_refused() -> None:
     done = click_runner.apart().invoke(cli.main, ["run", "--record", "run.jsonl", "--", "python3", "-I", "train.py"])
-    assert done.exit_code == 1 and "nothing would be recorded: " in done.stderr and "fix: " in done.stderr
+    assert done.exit_code == 2 and "nothing would be recorded: " in done.stderr and "fix: " in done.stderr
     assert "budget would" not in done.stderr
 
 
-@pytest.mark.parametrize("more", [["-c", "b.yaml"], ["--simulate", "h200"], ["--doctor"]])
+@pytest.mark.parametrize("more", [["-c", "b.yaml"], ["--device", "h200"], ["--doctor"]])
 def test_a_budget_and_a_recording_without_one_exclude_each_other(more: list[str]) -> None:
     done = click_runner.apart().invoke(cli.main, ["run", "--record", "run.jsonl", *more, "--", "true"])
     assert done.exit_code == 2 and "--record is without a budget" in done.stderr

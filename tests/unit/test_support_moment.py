@@ -15,15 +15,15 @@ from support import moment, oom_programs
 from support.oom_programs import PROGRAMS
 
 import memguard
-from memguard._base.specs import SPECS
 from memguard._base.types import MemoryInfo, Usage
 from memguard._budget import from_mapping, policy
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory
+from memguard._frameworks.specs import SPECS
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._oom import causes, hooks, remedies
-from memguard._oom.classify import Verdict
+from memguard._oom.classify import Classification
 
 pytestmark = pytest.mark.long  # no version of what is installed changes what this code does
 
@@ -263,7 +263,7 @@ def simulated(budget: Any, one: Any, size: int, gpu: str) -> tuple[Any, int]:
                 framework.allocate(size)
                 count += 1
         except FrameworkOutOfMemory as error:
-            report = hooks.seen(error, show=False)
+            report = hooks.report_error(error, show=False)
             assert report is not None
             return moment.Ran(1, one.stage, "", report.as_dict(), count * size), count
     return moment.Ran(0, "done", "", None), count
@@ -307,7 +307,7 @@ def remedies_of(budget: dict[str, Any], name: str, size: int, gpus: list[str]) -
             try:
                 framework.allocate(size)
             except FrameworkOutOfMemory as error:
-                report = hooks.seen(error, show=False)
+                report = hooks.report_error(error, show=False)
                 assert report is not None
                 return list(report.remedies), cap, devices
     raise AssertionError("it was never refused")
@@ -352,8 +352,10 @@ def test_every_wording_that_names_a_call_or_a_process_is_followed_as_it_stands()
             memory = MemoryInfo(device.total, device.total - device.usable, 5 * GIB, 256 * MIB)
             state = Overhead().after(200 * MIB, frozenset({"context"}))
             part = device_ledger(Reading(device, memory, 5 * GIB, usages, state), plan.devices[0])
-            case = causes.Case(part, Verdict("gpu", "cupy", 3 * GIB, True), plan=plan, others={77: 5 * GIB})
-            for remedy in remedies.remedies(case.verdict, case, "card"):
+            case = causes.Case(
+                part, Classification("gpu", "cupy", 3 * GIB, True), plan=plan, other_processes={77: 5 * GIB}
+            )
+            for remedy in remedies.remedies(case.classification, case, "card"):
                 said = {"requested": 3 * GIB, "remedies": [{"text": remedy.text, "bytes": remedy.bytes}]}
                 deed, skipped = moment.follow(one, moment.Ran(1, "", "", said, 0, 77))
                 if "frees it" in remedy.text and (of_the_budget or spec.own_trim):

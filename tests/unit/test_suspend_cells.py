@@ -18,9 +18,8 @@ from traitlets.config import Config
 from memguard._base.units import GIB
 from memguard._devices import suspension
 from memguard._devices.suspension import Off
-from memguard._node import suspend
 from memguard._node.suspend import self_suspend
-from memguard._node.suspend.triggers import notebook_cells
+from memguard._node.suspend.triggers import notebook_cells, when_idle
 from memguard._node.suspend.triggers.notebook_cells import Cells, is_magic_only
 from memguard._node.suspend.types import Wait
 from memguard.errors import CannotResume
@@ -34,14 +33,14 @@ class Process:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.resumed = 0
         self.resume: Callable[[Any], None] = lambda progress: None
-        monkeypatch.setattr(suspend, "resume", self._resume)
+        monkeypatch.setattr(self_suspend, "resume", self._resume)
         monkeypatch.setattr(self_suspend, "current", lambda: object())
         monkeypatch.setattr(suspension, "now", None)
 
     def leave(self) -> None:
         suspension.now = Off({"GPU-0": 4 * GIB}, time.time())
 
-    def _resume(self, *, progress: Any) -> None:
+    def _resume(self, timeout: None, progress: Any) -> None:
         self.resumed += 1
         self.resume(progress)
         suspension.now = None
@@ -281,10 +280,10 @@ def test_it_is_attached_once_and_detached_wholly(process: Process, shell: Any) -
 def test_what_brings_it_back_stays_while_it_is_off(process: Process, shell: Any) -> None:
     notebook_cells.attach(shell)
     process.leave()
-    notebook_cells.let_go(shell)
+    when_idle.let_go(shell)
     assert notebook_cells.of(shell) is not None
     suspension.now = None
-    notebook_cells.let_go(shell)
+    when_idle.let_go(shell)
     assert notebook_cells.of(shell) is None
 
 

@@ -44,7 +44,7 @@ BUDGET: dict[str, Any] = {
     "on_pressure": ["trim", "raise"],
 }
 METHODS = (
-    "usage", "trim", "give_back", "drift", "capturing", "resize", "apply", "state", "footprint", "contexts",
+    "usage", "trim", "trim_partly", "drift", "capturing", "resize", "apply", "state", "footprint", "contexts",
     "uncounted", "libraries", "record",
 )  # fmt: skip
 
@@ -203,7 +203,7 @@ def test_the_guard_itself_answers_or_refuses(guard: Guard) -> None:
     sample = guard.sample()
     with memguard.suspended():
         assert "suspended, " in str(guard) and repr(guard) and guard.active
-        assert guard.peaks() == {} and guard.moved() == []
+        assert guard.peaks() == {} and guard.take_events() == []
         assert guard.rebalance(sample) is sample
         assert not guard.elastic.capturing()
         assert not guard.elastic.shortage(Shortage("torch", guard.plan.devices[0].device.uuid, 1, 1, True))
@@ -211,7 +211,7 @@ def test_the_guard_itself_answers_or_refuses(guard: Guard) -> None:
             with pytest.raises(Suspended):
                 refused()  # type: ignore[operator]
         for framework in guard.frameworks.values():
-            framework._changed()
+            framework._check_drift_now()
     assert guard.sample().devices
 
 
@@ -231,13 +231,13 @@ def test_trims_and_errors_that_are_due_wait(guard: Guard) -> None:
     trimmed: list[Event] = []
     watch = memguard.on_event(trimmed.append)
     with memguard.suspended():
-        session._due.append(event)
-        session._raises[uuid, "torch"] = event
+        session._pending_trims.append(event)
+        session._pending_errors[uuid, "torch"] = event
         memguard.checkpoint()
-        assert session._due and session._raises
+        assert session._pending_trims and session._pending_errors
     memguard.checkpoint()
     watch.remove()
-    assert "trim" in [one.kind for one in trimmed] and not session._due and not session._raises
+    assert "trim" in [one.kind for one in trimmed] and not session._pending_trims and not session._pending_errors
 
 
 def test_an_out_of_memory_error_is_reported_from_the_record(guard: Guard) -> None:
@@ -246,7 +246,7 @@ def test_an_out_of_memory_error_is_reported_from_the_record(guard: Guard) -> Non
     with pytest.raises(FrameworkOutOfMemory) as caught:
         torch.allocate(100 * GIB)
     with memguard.suspended():
-        assert hooks.seen(caught.value, show=False) is not None
+        assert hooks.report_error(caught.value, show=False) is not None
 
 
 def test_a_block_of_work_that_was_open_ends_without_figures(guard: Guard) -> None:
@@ -271,9 +271,9 @@ def test_a_workload_that_waits_for_room_goes_on_waiting(guard: Guard) -> None:
     first, second = threading.Thread(target=holding), threading.Thread(target=waiting)
     turns = guard.admission.get().queue
     first.start()
-    until(lambda: turns.settled().active)
+    until(lambda: turns.prune().active)
     second.start()
-    until(lambda: turns.settled().waiting)
+    until(lambda: turns.prune().waiting)
     with memguard.suspended():
         hold.set()
         first.join(10)
@@ -291,11 +291,11 @@ def test_a_notebook_shows_the_record(guard: Guard) -> None:
 
 
 def test_nothing_stays_replaced(guard: Guard) -> None:
-    before = (guard.caps.off, guard.host, dict(vars(guard)).keys(), sys.exit, sys.excepthook)
+    before = (guard.caps.suspended, guard.host, dict(vars(guard)).keys(), sys.exit, sys.excepthook)
     for _ in range(3):
         with memguard.suspended():
             pass
-    assert (guard.caps.off, guard.host, dict(vars(guard)).keys(), sys.exit, sys.excepthook) == before
+    assert (guard.caps.suspended, guard.host, dict(vars(guard)).keys(), sys.exit, sys.excepthook) == before
     assert guard.ledger().devices[0].row("torch").bytes == 2 * GIB
 
 
@@ -351,7 +351,7 @@ def off() -> None:
 
 def on() -> None:
     suspension.now = None
-    suspension.catch_up()
+    suspension.run_deferred()
 
 
 class Owner:
@@ -426,7 +426,7 @@ def test_a_block_of_the_shared_pool_is_freed_when_the_process_is_back(monkeypatc
     monkeypatch.setattr(contexts, "_initialised", NoLibrary(touched := []))
     pool: Any = object()
     blocks = pool_blocks.PoolBlocks(pool, 0, 1)
-    held = pool_blocks.Held(blocks)
+    held = pool_blocks.PoolBlock(blocks)
     held.address = 4096
     off()
     try:
@@ -460,7 +460,7 @@ def test_what_was_put_off_is_done_and_its_failure_said(caplog: pytest.LogCapture
 
     off()
     for call in (lambda: done.append(1), fails, lambda: done.append(2)):
-        suspension.put_off(call)
+        suspension.defer(call)
     assert done == []
     on()
     assert done == [1, 2] and "gone" in caplog.text
@@ -469,13 +469,13 @@ def test_what_was_put_off_is_done_and_its_failure_said(caplog: pytest.LogCapture
 def test_a_forked_child_gives_nothing_back() -> None:
     done: list[int] = []
     off()
-    suspension.put_off(lambda: done.append(1))
+    suspension.defer(lambda: done.append(1))
     child = os.fork()
     if not child:
         code = 1
         try:
             suspension.forked()
-            suspension.catch_up()
+            suspension.run_deferred()
             code = 0 if not done and suspension.now is None and suspension._of_parent else 2
         finally:
             os._exit(code)
@@ -500,16 +500,16 @@ def test_a_view_that_dies_just_then_keeps_its_memory_too(
     ends: list[str] = []
     view = View(driver.alloc(1024), (1024,), (1,), "uint8", 0)
     lifetime: Any = lifetimes.begin(Offer("torch", view, Owner(ends)), "cupy", driver.stream())
-    quiet = lifetimes.streams.quiet
+    quiet = lifetimes.streams.quick_idle
 
     def leaves(*args: Any) -> Any:
         off()
         raise suspension.refused("CUDA")
 
-    monkeypatch.setattr(lifetimes.streams, "quiet", leaves)
+    monkeypatch.setattr(lifetimes.streams, "quick_idle", leaves)
     del lifetime
     assert ends == []
-    monkeypatch.setattr(lifetimes.streams, "quiet", quiet)
+    monkeypatch.setattr(lifetimes.streams, "quick_idle", quiet)
     on()
     until = time.monotonic() + 5
     while not ends and time.monotonic() < until:

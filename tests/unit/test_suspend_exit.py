@@ -73,6 +73,25 @@ def test_without_room_it_leaves_and_says_so(end: str, status: int) -> None:
     assert done.returncode == status
 
 
+def test_an_exit_waits_for_a_suspension_that_has_begun() -> None:
+    """Else frameworks would end while the driver takes the process off its GPUs."""
+    done = run("""
+from memguard._devices import suspension
+memguard.resume()
+begun, ended = threading.Event(), threading.Event()
+threading._register_atexit(ended.set)
+def slow(owner, undo):
+    begun.set()
+    ended.wait(20)
+    return gate(owner, undo)
+self_suspend.closed_gate = slow
+atexit.register(lambda: print(suspension.phase().name, flush=True))
+threading.Thread(target=memguard.suspend, daemon=True).start()
+begun.wait(20)
+""")
+    assert (done.returncode, done.stdout) == (0, "RUNNING\nthe end of a framework, on its GPUs\n")
+
+
 def test_an_exit_in_a_forked_child_is_an_exit() -> None:
     code = (
         "import os\nif not (child := os.fork()): sys.exit(5)\nprint(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))"

@@ -126,6 +126,44 @@ def test_cancelled_at_each_step_it_runs_on(step: int, raises: bool) -> None:
     assert (off.end is End.UNTOUCHED) == (target.calls == [])
 
 
+class Newer(Direct):
+    """A driver that answers while an operation is in progress: with these states, before those of the simulated one."""
+
+    def __init__(self, driver: SimulatedCheckpoint, after: str, *states: State) -> None:
+        super().__init__(driver)
+        self.after, self.states = after, [*states]
+
+    def state(self, process: Process, limit: float = 10.0) -> Answer:
+        if self.states and (not self.after or self.after in self.driver.targets[7].calls):
+            return Answer(0, self.states.pop(0))
+        return super().state(process, limit)
+
+
+def test_an_operation_that_the_driver_says_is_in_progress_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "_AGAIN", 0.0)
+    driver, _, target = simulated()
+    going = [State.CHECKPOINTING] * 5
+    off = flow.take_off(ME, client=Newer(driver, "checkpoint", *going), settle=0)
+    assert (off.end, off.text) == (End.SUSPENDED, "")
+    target.state = State.RUNNING  # another process has begun to bring it back
+    back = flow.bring_back(ME, client=Newer(driver, "", *[State.RESTORING] * 5), needs=off.bytes)
+    assert (back.end, back.text) == (End.RUNNING, "") and "restore" not in target.calls
+
+
+def test_one_that_another_takes_off_just_now_is_left_to_it() -> None:
+    driver, _, target = simulated()
+    found = flow.take_off(ME, client=Newer(driver, "", State.CHECKPOINTING), settle=0)
+    assert found.end is End.UNTOUCHED and "another program" in found.text and target.calls == []
+
+
+def test_an_operation_that_does_not_end_counts_as_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flow, "_AGAIN", 0.0)
+    driver, _, _ = simulated()
+    client = Newer(driver, "checkpoint", *[State.CHECKPOINTING] * 1_000_000)
+    found = flow.take_off(ME, client=client, settle=0, limits=flow.Limits(state=0.01, copy=0.01, unknown=0.01))
+    assert found.end is End.UNKNOWN and "did not answer in time" in found.text
+
+
 def test_cancelled_twice_it_stays_suspended() -> None:
     _, client, target = simulated()
     cancel, give_up = threading.Event(), threading.Event()

@@ -22,7 +22,7 @@ import waiting
 
 from memguard._base.undo import Undo
 from memguard._devices import c_functions
-from memguard._frameworks.optional_modules import Entry, Gates, Kind, entries
+from memguard._frameworks.optional_modules import GatedFunction, Gates, KeptType, entries
 from memguard._node.suspend.gates import gate as gates
 from memguard.errors import Suspended
 
@@ -75,7 +75,7 @@ def framework() -> Iterator[Any]:
 METHODS = "Stream.synchronize Stream.current Stream.made Stream.done Stream.__bool__ Stream.inherited"
 
 
-def table(*waits: Entry, **more: Any) -> list[Gates]:
+def table(*waits: GatedFunction, **more: Any) -> list[Gates]:
     every = waits or entries(NAME, "crash", "cuCtxSynchronize", f"synchronize {METHODS}")
     return [Gates(NAME, every, **more)]
 
@@ -170,8 +170,11 @@ def test_nothing_of_a_framework_that_is_not_imported(framework: Any) -> None:
 
 
 def test_what_is_not_there_is_left_and_what_is_optional_is_not(framework: Any) -> None:
-    rows = (Entry(f"{NAME}:gone", "crash", ""), Entry(f"{NAME}:Stream.gone", "crash", "", optional=True))
-    gate = gates.close(given=table(*rows, left=("launches wait",)))
+    rows = (
+        GatedFunction(f"{NAME}:gone", "crash", ""),
+        GatedFunction(f"{NAME}:Stream.gone", "crash", "", optional=True),
+    )
+    gate = gates.close(given=table(*rows, not_gated=("launches wait",)))
     gate.open()
     assert gate.left == ("launches wait", f"{NAME}.gone: not in this version")
 
@@ -261,7 +264,7 @@ def test_an_object_lives_until_the_gate_opens(framework: Any) -> None:
     def local() -> tuple[Any, list[Any]]:
         one = Special()  # only in the frame of a function that runs
         reference = weakref.ref(one)
-        return gates.close(given=table(kept=(Kind(f"{NAME}:Stream", ""),))), [reference]
+        return gates.close(given=table(kept_alive=(KeptType(f"{NAME}:Stream", ""),))), [reference]
 
     stream, other = framework.Stream(), framework.Stream()
     gate, dead = local()
@@ -277,7 +280,7 @@ def test_an_object_lives_until_the_gate_opens(framework: Any) -> None:
 def test_only_objects_that_have_to_live(framework: Any) -> None:
     stream, other = framework.Stream(), framework.Stream()
     stream.on_gpu, other.on_gpu = True, False
-    gate = gates.close(given=table(kept=(Kind(f"{NAME}:Stream", "", lambda one: one.on_gpu),)))
+    gate = gates.close(given=table(kept_alive=(KeptType(f"{NAME}:Stream", "", lambda one: one.on_gpu),)))
     dead = weakref.ref(stream), weakref.ref(other)
     del stream, other
     gc.collect()
@@ -353,15 +356,21 @@ def every_kind(framework: Any) -> tuple[list[Gates], Callable[[], Any]]:
     return given, state
 
 
+def opens(undo: Undo, gate: gates.Gate) -> None:
+    """What a return does with the gate: lift it, then destroy what it kept."""
+    undo.run()
+    gate.open()
+
+
 def test_an_interruption_at_any_point_leaves_nothing(every_kind: tuple[list[Gates], Callable[[], Any]]) -> None:
     given, state = every_kind
     before = state()
     undo = Undo()
     counted = interruptions.Points()
-    counted.run(lambda: gates.close(undo=undo, given=given))
+    gate = counted.run(lambda: gates.close(undo=undo, given=given))
     opened = interruptions.Points()
     assert state() != before
-    opened.run(undo.run)
+    opened.run(lambda: opens(undo, gate))
     assert state() == before
     assert counted.count > 50 and opened.count > 20
     for at in range(1, counted.count + 1):
@@ -374,8 +383,8 @@ def test_an_interruption_at_any_point_leaves_nothing(every_kind: tuple[list[Gate
         undo, points = Undo(), interruptions.Points(at)
         gate = gates.close(undo=undo, given=given)
         with pytest.raises(KeyboardInterrupt):
-            points.run(undo.run)
-        undo.run()
+            points.run(lambda undo=undo, gate=gate: opens(undo, gate))
+        opens(undo, gate)
         assert state() == before, f"open, {points.place}"
         assert not gate.closed and not gate._kept._objects
         assert datetime.date(2026, 1, 2).isoformat() == "2026-01-02"

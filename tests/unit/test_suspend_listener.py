@@ -19,6 +19,7 @@ from suspending import left
 
 from memguard._base.units import GIB
 from memguard._node.identity import Process, process_of, this_process
+from memguard._node.suspend import requests
 from memguard._node.suspend.store import records
 from memguard._node.suspend.triggers import listener
 from memguard._node.suspend.types import Suspension
@@ -88,8 +89,8 @@ def test_another_process_is_asked_and_answers(folder: Path) -> None:
     with Program() as process:
         budget = records.budget_of(process)
         assert budget is not None and (budget.budget, budget.by_others) == ("b.yaml", True)
-        assert listener.request(process, "state") == "running"
-        assert listener.request(process) == ({"GPU-a": GIB}, 0.5)
+        assert requests.request(process, "state") == "running"
+        assert requests.request(process) == ({"GPU-a": GIB}, 0.5)
     assert left(folder) == [] and records.budgets() == []  # and its end removed what told of it
 
 
@@ -101,7 +102,7 @@ def test_who_has_gone_is_not_obeyed(gone: bool, tmp_path: Path) -> None:
     serves.begin()
     peer, own = socket.socketpair()
     with own, peer:
-        wire.send(peer, {"memguard": listener.VERSION, "op": "suspend"})
+        wire.send(peer, {"memguard": requests.VERSION, "op": "suspend"})
         if gone:
             peer.close()
         serves._serve(own, 7)
@@ -124,18 +125,18 @@ def test_what_its_budget_does_not_say_is_refused_with_the_reason(op: str, why: s
 def test_its_refusal_comes_back_in_its_words() -> None:
     with (
         Program(refuses=True) as process,
-        pytest.raises(listener.RefusedError, match="graph is being captured") as told,
+        pytest.raises(requests.RefusedError, match="graph is being captured") as told,
     ):
-        listener.request(process)
+        requests.request(process)
     assert not told.value.suspended
 
 
 def test_its_state_is_told_while_it_is_busy(tmp_path: Path) -> None:
     with Program(until=str(tmp_path / "over")) as process:
         found: list[Any] = []
-        asked = threading.Thread(target=lambda: found.append(listener.request(process)))
+        asked = threading.Thread(target=lambda: found.append(requests.request(process)))
         asked.start()
-        assert listener.request(process, "state") == "running" and asked.is_alive()
+        assert requests.request(process, "state") == "running" and asked.is_alive()
         (tmp_path / "over").touch()
         asked.join()
     assert found == [({"GPU-a": GIB}, 0.5)]
@@ -145,19 +146,19 @@ def test_its_state_is_told_while_it_is_busy(tmp_path: Path) -> None:
 def test_a_process_that_has_ended_does_not_answer(folder: Path, end: str) -> None:
     with Program(end=end) as process:
         pass
-    with pytest.raises(listener.SilentError):
-        listener.request(process)
+    with pytest.raises(requests.SilentError):
+        requests.request(process)
     assert records.budgets() == []
     assert bool(left(folder)) == ("kill" in end)  # a killed one leaves its socket
 
 
 def test_sockets_of_those_that_were_killed_are_removed(folder: Path) -> None:
     with Program(end="import os; os.kill(os.getpid(), 9)") as dead, Program() as process:
-        assert listener.request(process, "state") == "running"
-        listener.tidy(str(folder))
-        assert os.path.exists(listener.path_of(process)) and os.path.exists(listener.path_of(dead))
-    listener.tidy(str(folder))
-    assert not os.path.exists(listener.path_of(dead))
+        assert requests.request(process, "state") == "running"
+        requests.tidy(str(folder))
+        assert os.path.exists(requests.path_of(process)) and os.path.exists(requests.path_of(dead))
+    requests.tidy(str(folder))
+    assert not os.path.exists(requests.path_of(dead))
 
 
 def test_errors_of_all_kinds_are_answers() -> None:
@@ -168,8 +169,8 @@ def test_errors_of_all_kinds_are_answers() -> None:
 
     undo = listener.start(ask, "b")
     while wrong:
-        with pytest.raises(listener.RefusedError) as told:
-            listener.request(ME)
+        with pytest.raises(requests.RefusedError) as told:
+            requests.request(ME)
         assert told.value.suspended is isinstance(wrong.pop(0), Suspended)
     undo.run()
 
@@ -179,8 +180,8 @@ def test_a_long_text_is_shortened_and_arrives() -> None:
         raise MemguardError("\N{SNOWMAN}" * 50_000)
 
     listener.start(ask, "b")
-    with pytest.raises(listener.RefusedError, match="\N{SNOWMAN}" * 100):
-        listener.request(ME)
+    with pytest.raises(requests.RefusedError, match="\N{SNOWMAN}" * 100):
+        requests.request(ME)
 
 
 def test_a_path_too_long_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +189,7 @@ def test_a_path_too_long_for_a_socket(tmp_path: Path, monkeypatch: pytest.Monkey
     deep.mkdir()
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
     undo = listener.start(suspension, "b")
-    assert listener.request(ME) == ({"GPU-a": GIB}, 0.5)
+    assert requests.request(ME) == ({"GPU-a": GIB}, 0.5)
     undo.run()
     assert left(deep / "memguard") == [] and records.budgets() == []
 
@@ -197,8 +198,8 @@ def test_without_permission_nobody_listens(folder: Path) -> None:
     undo = listener.start(None, "b")
     budget = records.budget_of(ME)
     assert budget is not None and not budget.by_others
-    with pytest.raises(listener.SilentError):
-        listener.request(ME)
+    with pytest.raises(requests.SilentError):
+        requests.request(ME)
     undo.run()
     undo.run()
     assert left(folder) == [] and records.budgets() == []
@@ -207,16 +208,16 @@ def test_without_permission_nobody_listens(folder: Path) -> None:
 def test_it_begins_again_after_its_end() -> None:
     for _ in range(3):
         undo = listener.start(suspension, "b")
-        assert listener.request(ME, "state") == "running"
+        assert requests.request(ME, "state") == "running"
         undo.run()
-        with pytest.raises(listener.SilentError):
-            listener.request(ME, "state")
+        with pytest.raises(requests.SilentError):
+            requests.request(ME, "state")
 
 
 def connected() -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.settimeout(5)
-    connection.connect(listener.path_of(ME))
+    connection.connect(requests.path_of(ME))
     return connection
 
 
@@ -245,7 +246,7 @@ def test_what_is_no_request_does_nothing(data: bytes) -> None:
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(100) == b""
     assert asked == []
-    assert listener.request(ME, "state") == "running"
+    assert requests.request(ME, "state") == "running"
 
 
 def test_another_users_request_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,8 +262,8 @@ def test_another_users_request_is_not_served(monkeypatch: pytest.MonkeyPatch) ->
         connection.sendall(wire.encode({"memguard": 1, "op": "suspend"}))
         assert connection.recv(100) == b""
     assert asked == []
-    with pytest.raises(listener.SilentError, match="another process listens in its place"):
-        listener.request(ME)
+    with pytest.raises(requests.SilentError, match="another process listens in its place"):
+        requests.request(ME)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +281,7 @@ def test_another_users_request_is_not_served(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_wrong_answer_is_none(folder: Path, answer: dict[str, Any]) -> None:
     listener.start(None, "b")  # makes the folder
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as fake:
-        fake.bind(listener.path_of(ME))
+        fake.bind(requests.path_of(ME))
         fake.listen(1)
 
         def serve() -> None:
@@ -291,10 +292,10 @@ def test_a_wrong_answer_is_none(folder: Path, answer: dict[str, Any]) -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(listener.SilentError, match="does not answer"):
-            listener.request(ME)
+        with pytest.raises(requests.SilentError, match="does not answer"):
+            requests.request(ME)
         thread.join()
-    os.unlink(listener.path_of(ME))
+    os.unlink(requests.path_of(ME))
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
@@ -304,4 +305,4 @@ def test_a_forked_child_serves_nobody_and_removes_nothing() -> None:
     if not pid:
         os._exit(0 if not listener._active else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert listener.request(ME, "state") == "running" and records.budget_of(ME) is not None
+    assert requests.request(ME, "state") == "running" and records.budget_of(ME) is not None

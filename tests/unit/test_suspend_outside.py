@@ -245,7 +245,7 @@ RESULT = {
     "properties": {
         **{key: {"type": "integer"} for key in ("pid", "start")},
         **{key: {"type": "boolean"} for key in ("done", "changed")},
-        "code": {"enum": [0, 1, 2]},
+        "code": {"enum": [0, 1, 4]},
         "text": {"type": "string", "minLength": 1},
         "state": {"enum": ["running", "suspended", "lost", "ended", "unknown"]},
         "bytes": {"type": ["object", "null"], "additionalProperties": {"type": "integer", "minimum": 0}},

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from memguard._devices import suspension
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard.guard import Guard
 from memguard._node.suspend import self_suspend
-from memguard._node.suspend.triggers import at_exit, for_lease, when_idle
+from memguard._node.suspend.triggers import at_exit, for_lease, own_lease, when_idle
 from memguard._node.suspend.types import Wait
 from memguard._runtime import runtime
 from memguard.errors import CannotResume, CannotSuspend, MemguardError, Suspended
@@ -37,7 +38,7 @@ UUID = "GPU-00000000-0000-4000-8000-000000000000"
 def way(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWay]:
     with way_of(monkeypatch, {UUID: 3 * GIB}) as found:
         yield found
-    assert not at_exit._wanted
+    assert not isinstance(sys.exit, at_exit._Exit)
     assert not [thread for thread in threading.enumerate() if thread.name == "memguard-suspend"]
 
 
@@ -138,7 +139,7 @@ def test_what_speaks_against_it_changes_nothing(way: FakeWay, budget: Guard) -> 
     way.at = at
     with pytest.raises(CannotSuspend, match="it shares memory"):
         memguard.suspend()
-    assert suspension.now is None and budget.caps.off is None and not way.gates
+    assert suspension.now is None and budget.caps.suspended is None and not way.gates
 
 
 def test_a_block_that_fails_keeps_its_own_error(way: FakeWay) -> None:
@@ -171,7 +172,7 @@ def test_another_process_brings_it_back(way: FakeWay, budget: Guard) -> None:
         time.sleep(0.01)
     while suspension.now is not None or self_suspend.current() is not None:
         time.sleep(0.01)
-    assert budget.caps.off is None and "restore" not in way.steps
+    assert budget.caps.suspended is None and "restore" not in way.steps
     assert memguard.ledger().devices[0].suspended is None
 
 
@@ -224,7 +225,7 @@ def test_who_leaves_unasked_does_not_wait_for_that(
     leave: Callable[[Any], object], way: FakeWay, ends_late: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has seen that nothing runs, and tries again soon: what begins during a wait must not lose its GPU."""
-    monkeypatch.setattr(for_lease, "current", lambda: SimpleNamespace(held=True))
+    monkeypatch.setattr(own_lease, "current", lambda: SimpleNamespace(held=True))
     monkeypatch.setattr(for_lease, "_unneeded", lambda _: "")
     monkeypatch.setattr(for_lease, "_at_work", lambda: "")
     monkeypatch.setattr(when_idle, "has_gpu", lambda: True)
@@ -240,8 +241,8 @@ def test_a_watcher_that_comes_late_undoes_nothing_of_the_next_suspension(way: Fa
     assert first is not None
     memguard.resume()
     with memguard.suspended():
-        self_suspend._turn.take(self_suspend._came_back, 1, first, ", late")
-        assert suspension.now is not None and budget.caps.off is not None and way.gates[-1].closed
+        self_suspend._locked.run(self_suspend._came_back, 1, first, ", late")
+        assert suspension.now is not None and budget.caps.suspended is not None and way.gates[-1].closed
 
 
 def test_without_room_it_stays_suspended_and_whole(way: FakeWay) -> None:
@@ -283,7 +284,7 @@ def test_an_interrupted_suspension_is_taken_back(way: FakeWay, budget: Guard, st
     interrupt_at(way, step)
     with pytest.raises(KeyboardInterrupt):
         memguard.suspend()
-    assert way.running and suspension.now is None and self_suspend.current() is None and budget.caps.off is None
+    assert way.running and suspension.now is None and self_suspend.current() is None and budget.caps.suspended is None
     assert memguard.ledger().devices[0].suspended is None
 
 
@@ -413,7 +414,7 @@ def test_a_sample_that_does_not_end_refuses_it(way: FakeWay, budget: Guard, monk
     with pytest.raises(CannotSuspend, match="the monitor's sample has not ended"):
         memguard.suspend()
     go_on.set()
-    assert suspension.now is None and budget.caps.off is None
+    assert suspension.now is None and budget.caps.suspended is None
 
 
 def test_a_call_of_the_guard_that_does_not_end_refuses_it(
@@ -422,7 +423,7 @@ def test_a_call_of_the_guard_that_does_not_end_refuses_it(
     monkeypatch.setattr(self_suspend, "QUIET", 0.2)
     with budget.caps.lock, pytest.raises(CannotSuspend, match="a call of memguard on another thread has not ended"):
         memguard.suspend()
-    assert suspension.now is None and budget.caps.off is None and not way.gates
+    assert suspension.now is None and budget.caps.suspended is None and not way.gates
 
 
 def test_a_forked_child_is_not_suspended(way: FakeWay, budget: Guard) -> None:
@@ -431,7 +432,7 @@ def test_a_forked_child_is_not_suspended(way: FakeWay, budget: Guard) -> None:
     if not child:
         code = 1
         try:
-            inert = suspension.now is None and self_suspend.current() is None and budget.caps.off is None
+            inert = suspension.now is None and self_suspend.current() is None and budget.caps.suspended is None
             try:
                 memguard.suspend()
             except CannotSuspend as error:
@@ -449,6 +450,26 @@ def test_what_waited_at_a_gate_finds_memguard_awake(way: FakeWay, budget: Guard)
     gate.told = lambda: seen.append((suspension.now, type(budget)))
     memguard.resume()
     assert seen == [(None, Guard)]
+
+
+def test_no_ctrl_c_reaches_the_way_back_itself(way: FakeWay, budget: Guard) -> None:
+    """The gates are lifted and the guard asks the GPUs again on another thread; the return is told all the same."""
+    threads: list[bool] = []
+    events: list[str] = []
+    watch = memguard.on_event(lambda event: events.append(event.kind))
+
+    def told() -> None:
+        threads.append(threading.current_thread() is threading.main_thread())
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)  # the main thread takes it while it waits
+
+    memguard.suspend()
+    way.gates[-1].told = told
+    with pytest.raises(KeyboardInterrupt):
+        memguard.resume()
+    watch.remove()
+    assert threads == [False] and suspension.now is None and budget.caps.suspended is None and way.closed == 1
+    assert events == ["suspended", "resumed"]
 
 
 def test_a_callback_on_the_monitors_thread_cannot_suspend(way: FakeWay, budget: Guard) -> None:
@@ -506,21 +527,22 @@ def test_a_signal_handler_within_a_suspension_cannot_begin_another(way: FakeWay)
 
 
 def test_a_ctrl_c_while_the_gates_open_opens_them(way: FakeWay, budget: Guard) -> None:
+    """What waited for the GPUs is destroyed on the thread of the call: PyCUDA does that on no other."""
     memguard.suspend()
     gate = way.gates[-1]
     came: list[int] = []
 
-    def told() -> None:
-        if not came:
-            came.append(threading.get_ident())
+    def destroys() -> None:
+        came.append(threading.get_ident())
+        if len(came) == 1:
             raise KeyboardInterrupt
 
-    gate.told = told
+    gate.destroys = destroys
     with pytest.raises(KeyboardInterrupt):
         memguard.resume()
     assert (
-        came == [threading.get_ident()]
+        came == [threading.get_ident()] * 2  # again, for what the interruption left
         and not gate.closed
-        and budget.caps.off is None
+        and budget.caps.suspended is None
         and self_suspend.current() is None
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from memguard._base.units import GIB
-from memguard._devices.checkpoint import State
+from memguard._devices.checkpoint import IN_PROGRESS, State
 from memguard._node import identity
 from memguard._node.identity import Process, this_process
 from memguard._node.leases.registry import Budgeted
@@ -127,7 +127,10 @@ def test_without_a_record_a_suspended_process_is_listed_without_figures() -> Non
     assert (row.state, row.bytes, row.since, row.command) == ("suspended", {}, None, "jupyter")
 
 
-@pytest.mark.parametrize(("state", "says"), [(State.LOCKED, "locked"), (State.FAILED, "failed"), (None, "unknown")])
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [*((state, "locked") for state in (State.LOCKED, *IN_PROGRESS)), (State.FAILED, "failed"), (None, "unknown")],
+)
 def test_what_the_driver_says_counts_more_than_the_record(state: State | None, says: str) -> None:
     (row,) = listing(Readings((gpu({}),), PEOPLE, (RECORD,), (), {OFF: state})).rows
     assert row.state == says

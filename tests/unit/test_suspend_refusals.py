@@ -4,6 +4,7 @@ without a remedy."""
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,6 +171,41 @@ def test_the_driver_of_windows_is_not_called_too_old() -> None:
 @pytest.mark.parametrize(("driver", "allowed"), [("570.00", True), ("569.99", False), ("1000.1", True), ("?", True)])
 def test_the_first_driver_that_can(driver: str, allowed: bool) -> None:
     assert (reasons(driver=driver) == ()) is allowed
+
+
+@pytest.mark.parametrize(
+    ("code", "changes"),
+    [
+        ("managed-memory", {"uvm": 2}),
+        ("cuda-ipc", {"ipc": ("an array",)}),
+        ("nccl", {"nccl": ("a group",)}),
+        ("mig", {"gpus": (Gpu(GPU, True, False, False),)}),
+        ("architecture", {"machine": "aarch64"}),
+    ],
+)
+def test_the_table_says_which_drivers_are_refused(
+    code: refusals.Code, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rule = refusals.BY_DRIVER[code]
+    monkeypatch.setitem(refusals.BY_DRIVER, code, rule._replace(since=600, until=610))
+    refused = [bool(reasons(driver=driver, **changes)) for driver in ("599.1", "600.0", "609.9", "610.1", "?")]
+    assert refused == [False, True, True, False, False]
+
+
+def test_cuda_ipc_is_refused_on_every_driver() -> None:
+    """NVIDIA's 610 can do it, only for the processes of one job that are suspended together."""
+    for driver in ("580.159", "610.43", "999", None):
+        assert [one.code for one in reasons(driver=driver, ipc=("an array",))] == ["cuda-ipc"]
+
+
+def test_the_table_in_the_docs_is_the_table() -> None:
+    rows = []
+    for rule in refusals.BY_DRIVER.values():
+        drivers = "every driver" if rule.until is None else f"before {rule.until}"
+        where = f" on {', '.join(rule.machines)}" if rule.machines else ""
+        rows.append(f"| {rule.code} | {drivers}{where} | {rule.source} |\n")
+    page = (Path(__file__).parents[2] / "docs" / "suspend.md").read_text(encoding="utf-8")
+    assert "".join(rows) in page, f"docs/suspend.md needs these rows:\n{''.join(rows)}"
 
 
 def test_arm_needs_a_later_driver() -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from memguard._base.units import GIB, GRANULE, MIB
 from memguard._devices import libcuda, proc
-from memguard._devices.checkpoint import MARGIN, Holder, pieces
+from memguard._devices.checkpoint import MARGIN, MemoryPlaceholder, pieces
 from memguard._node.identity import folder, this_process
 from memguard._node.suspend.course import room
 from memguard._node.suspend.driver.channel import Answer, Card
@@ -150,7 +150,7 @@ class _Cuda:
         return 0
 
 
-def _holder(monkeypatch: pytest.MonkeyPatch, cuda: _Cuda) -> Holder:
+def _holder(monkeypatch: pytest.MonkeyPatch, cuda: _Cuda) -> MemoryPlaceholder:
     class Nvml:
         def memory(self, uuid: str) -> Any:
             return SimpleNamespace(free=cuda.free)
@@ -161,7 +161,7 @@ def _holder(monkeypatch: pytest.MonkeyPatch, cuda: _Cuda) -> Holder:
     monkeypatch.setattr(libcuda, "load", lambda: cuda)
     monkeypatch.setattr(libcuda, "device_uuid", lambda _, device: (GPU, OTHER)[device])
     monkeypatch.setattr("memguard._devices.nvml.Nvml", Nvml)
-    return Holder()
+    return MemoryPlaceholder()
 
 
 def test_the_context_stays_where_there_is_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:

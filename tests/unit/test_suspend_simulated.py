@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from suspending import FakeGate
+from suspending import FakeGate, forget
 
 import memguard
 from memguard import api
@@ -175,8 +175,7 @@ def test_a_process_that_is_lost_says_so(stage: Stage) -> None:
     with pytest.raises(CannotResume, match="lost") as caught:
         memguard.resume()
     assert caught.value.lost and stage.gates[-1].closed
-    stage.target.destroyed = False
-    stage.target.state = State.RUNNING
+    forget()
 
 
 def test_the_real_gate_closes_and_opens(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from memguard._node.suspend.course.steps import Course, Do, End, Goal
 from memguard._node.suspend.driver.channel import Answer
 
 OK = Answer(0)
-RUNNING, LOCKED, OFF, FAILED = (Answer(0, state) for state in State)
+RUNNING, LOCKED, OFF, FAILED, LEAVING, RETURNING = (Answer(0, state) for state in State)
 DIED, HANGS = Answer(None, trouble="died"), Answer(None, trouble="timeout")
 PROCESS = Process(7, 9)
 
@@ -56,6 +56,10 @@ def end(goal: Goal, *answers: Answer) -> tuple[list[str], End, str]:
         ([HANGS], "state", End.UNTOUCHED, "did not answer in time"),
         ([LOCKED], "state", End.UNTOUCHED, "another program"),
         ([OFF], "state", End.UNTOUCHED, "another program"),
+        ([LEAVING], "state", End.UNTOUCHED, "another program"),
+        ([RETURNING], "state", End.UNTOUCHED, "another program"),
+        ([RUNNING, OK, OK, DIED, LEAVING, LEAVING], "state lock settle checkpoint state state", End.UNKNOWN,
+         "was ended during `checkpoint`"),
         ([FAILED], "state", End.LOST, "lost"),
         ([RUNNING, Answer(None, trouble="ended")], "state lock", End.ENDED, "process 7 has ended"),
         ([RUNNING, Answer(None, trouble="start", text="no disk", fix="buy one")], "state lock", End.UNTOUCHED,

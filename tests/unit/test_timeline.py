@@ -560,9 +560,9 @@ def test_threads_do_not_mix_their_lines(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_hangs_does_not_hang_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_PATIENCE", 0.05)
+    monkeypatch.setattr(writer, "_LOCK_TIMEOUT", 0.05)
     out = Writer(tmp_path / "run.jsonl", PLAN)
-    with out._turn._lock:
+    with out._locked._lock:
         thread = threading.Thread(target=out.event, args=(Event(START, "note", "lost"),))
         thread.start()
         thread.join()

@@ -53,14 +53,14 @@ def within(outer: str, inner: str, path: Path, at: int | None) -> tuple[Points, 
     wrong = []
     if os.path.exists(out.path) and files.in_use(out.path):
         wrong.append("it is open")
-    if out._waiting or writer._leaving:
+    if out._pending or writer._closing_writers:
         wrong.append("something waits")
     if inner == "event" and outer != "close" and points.place:
         written = [event.text for event in load_timeline(out.path).events()]
         if "other" not in written:
             wrong.append(f"written: {written}")
     out._close()  # whatever was wrong
-    writer._leaving.clear()
+    writer._closing_writers.clear()
     for one in path.parent.iterdir():
         one.unlink()
     return points, wrong
@@ -106,7 +106,7 @@ def begun(call: Callable[..., object], *given: Any) -> threading.Thread:
 def test_who_writes_closes_if_the_close_did_not_wait_for_that_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_PATIENCE", 0.05)
+    monkeypatch.setattr(writer, "_LOCK_TIMEOUT", 0.05)
     disk, out = Disk(monkeypatch), Writer(tmp_path / "run.jsonl", PLAN)
     thread = begun(out.event, ONE)
     assert disk.reached.wait(20)
@@ -114,14 +114,14 @@ def test_who_writes_closes_if_the_close_did_not_wait_for_that_long(
     assert files.in_use(out.path)
     disk.goes_on.set()
     thread.join()
-    assert not files.in_use(out.path) and not writer._leaving
+    assert not files.in_use(out.path) and not writer._closing_writers
     assert [event.text for event in load_timeline(out.path).events()] == ["one"]
 
 
 def test_a_new_timeline_waits_for_who_still_writes_the_closed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "_PATIENCE", 0.05)
+    monkeypatch.setattr(writer, "_LOCK_TIMEOUT", 0.05)
     disk, out = Disk(monkeypatch), Writer(tmp_path / "run.jsonl", PLAN)
     thread = begun(out.event, ONE)
     assert disk.reached.wait(20)
@@ -135,8 +135,8 @@ def test_a_new_timeline_waits_for_who_still_writes_the_closed_one(
 
 
 def test_the_wait_for_a_disk_that_hangs_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_PATIENCE", 0.05)
-    monkeypatch.setattr(writer, "_LEAVING", 0.1)
+    monkeypatch.setattr(writer, "_LOCK_TIMEOUT", 0.05)
+    monkeypatch.setattr(writer, "_CLOSING_TIMEOUT", 0.1)
     disk, out = Disk(monkeypatch), Writer(tmp_path / "run.jsonl", PLAN)
     thread = begun(out.event, ONE)
     assert disk.reached.wait(20)
@@ -181,7 +181,7 @@ def test_a_budget_begins_while_finalizers_within_the_last_ones_write_ask_for_the
 ) -> None:
     """A collection within the monitor's write runs many of them. Each used to wait 2 seconds for this `init`."""
     memguard.init(budget(tmp_path), simulate="h200")
-    monkeypatch.setattr(writer, "_PATIENCE", 0.05)
+    monkeypatch.setattr(writer, "_LOCK_TIMEOUT", 0.05)
     refused = []
 
     def finalizers() -> None:

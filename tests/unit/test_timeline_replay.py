@@ -266,7 +266,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
 
 def test_the_command(files: tuple[str, str], tmp_path: Path) -> None:
     timeline, budget = files
-    run = CliRunner().invoke(command, [timeline, "--budget", budget])
+    run = CliRunner().invoke(command, [timeline, "-c", budget])
     said = " ".join(run.output.split())
     assert run.exit_code == 1, run.output
     assert max(map(len, run.output.splitlines())) <= 80
@@ -278,11 +278,11 @@ def test_the_command(files: tuple[str, str], tmp_path: Path) -> None:
     assert "torch on GPU 0 would have had to give back idle cache 3 times, first 0.000 s" in said
     assert "after the first refusal the program would have behaved differently" in said
     assert "limit: 13312MiB, reserve: 1024MiB" in said and "torch: {limit: 12288MiB}" in said
-    run = CliRunner().invoke(command, [timeline, "--budget", budget, "--json"])
+    run = CliRunner().invoke(command, [timeline, "-c", budget, "--json"])
     plain = json.loads(run.output)
     assert run.exit_code == 1 and plain["fits"] is False and plain["simulated"] is True
     assert plain["frameworks"][0]["refused"] == {"first": START + 1, "times": 2, "samples": 2, "most": 4 * GIB}
-    run = CliRunner().invoke(command, [timeline])
+    run = CliRunner().invoke(command, [timeline, "--without-budget"])
     assert "under the caps it was recorded with" in " ".join(run.output.split())
 
 
@@ -293,7 +293,7 @@ def test_the_smallest_budget_is_one_that_check_accepts(files: tuple[str, str], t
     smallest.write_text(run.output)
     checked = CliRunner().invoke(check, [str(smallest)])
     assert checked.exit_code == 0 and ": ok" in checked.output
-    run = CliRunner().invoke(command, [files[0], "--budget", str(smallest)])
+    run = CliRunner().invoke(command, [files[0], "-c", str(smallest)])
     assert run.exit_code == 0 and "refused once" not in run.output
     run = CliRunner().invoke(command, [files[0], "--smallest", "--json"])
     assert json.loads(run.output)["version"] == 1
@@ -306,23 +306,17 @@ def test_the_command_with_wrong_input(files: tuple[str, str], tmp_path: Path) ->
     def error(*arguments: str) -> BaseException | None:
         return CliRunner().invoke(command, list(arguments)).exception
 
-    assert isinstance(error(str(tmp_path / "absent"), "--budget", budget), TimelineError)
-    assert isinstance(error(timeline, "--budget", str(tmp_path / "absent")), ConfigError)
+    assert isinstance(error(str(tmp_path / "absent"), "-c", budget), TimelineError)
+    assert isinstance(error(timeline, "-c", str(tmp_path / "absent")), ConfigError)
     Path(budget).write_text("version: 1\nframeworks: {torch: {limit: 900GiB}}\n")
-    assert isinstance(error(timeline, "--budget", budget), PlanError)
+    assert isinstance(error(timeline, "-c", budget), PlanError)
     (empty := tmp_path / "empty").mkdir()
     assert "no framework held anything" in str(error(str(recorded(empty, [])), "--smallest"))
     with open(timeline, "a") as file:
         file.write("{}\n")
     assert f"{timeline}:8: t: None is not a time" in str(error(timeline))
     run = CliRunner().invoke(command, [timeline, budget])
-    assert run.exit_code == 2 and f"memguard replay {timeline} --budget {budget}" in run.output.replace("\n", "")
-
-
-def test_the_budget_may_come_before_the_timeline_as_for_simulate(files: tuple[str, str]) -> None:
-    timeline, budget = files
-    one, other = (CliRunner().invoke(command, words) for words in ([budget, timeline], [timeline, "--budget", budget]))
-    assert (one.exit_code, one.output) == (other.exit_code, other.output) and one.exit_code == 1
+    assert run.exit_code == 2 and f"memguard replay -c {budget} {timeline}" in run.output.replace("\n", "")
 
 
 def test_peaks_that_were_thinned_out_still_decide(tmp_path: Path) -> None:
@@ -364,7 +358,7 @@ def test_ten_times_as_many_samples_take_no_more_memory(tmp_path: Path) -> None:
             for at in range(count):
                 out.sample(busy(six, START + at / 2, rng))
         done = subprocess.run(
-            [sys.executable, "-c", REPLAYED, str(out.path), "--budget", str(budget), "--json"],
+            [sys.executable, "-c", REPLAYED, str(out.path), "-c", str(budget), "--json"],
             capture_output=True, text=True, check=True, timeout=120,
         )  # fmt: skip
         told = json.loads(done.stdout)

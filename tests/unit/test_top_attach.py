@@ -25,7 +25,7 @@ from memguard._base.units import GIB, MIB
 from memguard._guard.guard import Guard
 from memguard._node.identity import Process, process_of, this_process
 from memguard._node.suspend import sockets
-from memguard._node.suspend.triggers.listener import SilentError
+from memguard._node.suspend.requests import SilentError
 from memguard._node.top import requests, server
 from memguard._node.top.snapshot import Target
 from memguard._tools.top import client

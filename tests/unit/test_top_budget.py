@@ -27,7 +27,7 @@ from memguard._base.units import GIB, MIB
 from memguard._guard.guard import Guard
 from memguard._node.identity import this_process
 from memguard._node.suspend import sockets
-from memguard._node.suspend.triggers.listener import SilentError
+from memguard._node.suspend.requests import SilentError
 from memguard._node.top import server
 from memguard._runtime import runtime, session
 from memguard._runtime.pressure import Action
@@ -56,7 +56,7 @@ def left(folder: Path) -> tuple[list[Any], ...]:
     for thread in ending:
         thread.join(5)  # it ends by itself: nobody waits for it
     files = list(folder.iterdir()) if folder.exists() else []
-    return files, [one.name for one in ending if one.is_alive()], list(session.callbacks)
+    return files, [one.name for one in ending if one.is_alive()], list(session.event_callbacks)
 
 
 def environment() -> dict[str, str]:
@@ -199,7 +199,7 @@ def test_a_request_is_not_lost_among_the_trims_that_are_due() -> None:
     client.resize(ME, "torch", 3 * GIB)
     for _ in range(70):
         running._act(Action("trim", Event(1.0, "pressure", "", framework="torch")))
-    assert None not in running._due
+    assert None not in running._pending_trims
     memguard.checkpoint()
     assert guard.plan.devices[0].caps["torch"] == 3 * GIB
 
@@ -222,7 +222,7 @@ def test_an_interrupted_checkpoint_leaves_the_rest_to_the_next(monkeypatch: pyte
     assert [(one.state, one.answer) for one in requests] == [
         ("failed", "interrupted"), ("done", "its cap is 3.00 GiB"),
     ]  # fmt: skip
-    assert not api.current_session()._due
+    assert not api.current_session()._pending_trims
 
 
 def test_the_next_budget_is_watched_in_its_place() -> None:
@@ -315,6 +315,6 @@ def test_a_forked_child_is_not_watched_and_its_parent_is() -> None:
     start(WATCHED)
     child = os.fork()
     if child == 0:
-        os._exit(0 if not session.callbacks and runtime.this.session is None else 1)
+        os._exit(0 if not session.event_callbacks and runtime.this.session is None else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert client.snapshot(ME)[0].pid == os.getpid()

@@ -130,7 +130,7 @@ def test_without_textual_the_screen_says_what_to_install_and_the_rest_works(time
         )  # fmt: skip
 
     shown = memguard("screen", "top", timeline)
-    assert shown.returncode == 1 and "pip install 'textual>=" in shown.stderr and "--once" in shown.stderr
+    assert shown.returncode == 2 and "pip install 'textual>=" in shown.stderr and "--once" in shown.stderr
     assert "Traceback" not in shown.stderr
     assert memguard("top", "--once", timeline).returncode == 0
     assert json.loads(memguard("top", "--json", timeline).stdout)["memguard_top"] == 1

@@ -15,13 +15,13 @@ import pytest
 import memguard
 from memguard import api
 from memguard._base.framework_spec import LAZY, LIBRARIES
-from memguard._base.specs import SPECS
 from memguard._base.types import Device, DeviceSample, Event, FrameworkSample, Sample
 from memguard._base.units import GIB, MIB
 from memguard._devices import loaded_libraries
 from memguard._devices.real import RealHost
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
+from memguard._frameworks.specs import SPECS
 from memguard._guard.guard import Guard
 from memguard._ledger.overhead import ANY, Overhead
 from memguard._runtime import runtime, session
@@ -42,7 +42,7 @@ def nothing_left() -> Iterator[None]:
     clock[0] = 0.0
     yield
     memguard.shutdown()
-    session.callbacks.clear()
+    session.event_callbacks.clear()
 
 
 @pytest.fixture

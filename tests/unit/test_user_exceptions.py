@@ -342,7 +342,7 @@ def test_what_is_hostile_is_reported_all_the_same(make: Make) -> None:
     assert caught.value is error
     if make is not deep_group:  # only the first hundred of a chain are looked at
         report = memguard.last_oom()
-        assert report is not None and report.requester == "torch" and hooks.seen(error) is report
+        assert report is not None and report.requester == "torch" and hooks.report_error(error) is report
         notes = vars(BaseException)["__dict__"].__get__(error).get("__notes__")
         assert make is notes_taken or notes == [report.note]
 

@@ -42,7 +42,7 @@ SMALL = {
 
 
 def book() -> reservations.Reservations:
-    return api.current().admission.get().queue.settled()
+    return api.current().admission.get().queue.prune()
 
 
 until = functools.partial(waiting.until, pause=0.002)
@@ -190,8 +190,8 @@ def test_wrong_arguments() -> None:
 @pytest.fixture
 def woken_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever waits does not look by itself."""
-    monkeypatch.setattr(admission, "_FIRST", 60.0)
-    monkeypatch.setattr(admission, "_LAST", 60.0)
+    monkeypatch.setattr(admission, "_FIRST_PAUSE", 60.0)
+    monkeypatch.setattr(admission, "_LAST_PAUSE", 60.0)
 
 
 @pytest.mark.usefixtures("woken_only")
@@ -426,7 +426,7 @@ def test_ctrl_c_at_any_point_leaves_nothing_reserved(wait: float | None, full: b
         if book() is not EMPTY:
             stays[place] = book()
             guard.admission.get().queue.forked()
-        assert queue.within() & book().ids == frozenset()
+        assert queue.enclosing_tickets() & book().ids == frozenset()
     print(f"{len(tried)} points tried")
     assert stays == {}
 
@@ -459,7 +459,7 @@ def test_waiting_in_async_code_does_not_block_the_loop() -> None:
         await asyncio.sleep(0)
         waiting = asyncio.create_task(second(), name="the second")
         await waits()
-        assert book().waiting[0].who == "task the second"
+        assert book().waiting[0].owner == "task the second"
         before = ticks[0]
         while ticks[0] <= before + 5:
             await asyncio.sleep(0.005)
@@ -616,7 +616,7 @@ def test_who_a_generator_yields_to_is_not_within_its_block() -> None:
         with pytest.raises(BudgetExceeded, match="'batches'"):
             block("2GiB").__enter__()
         with block("1GiB"):
-            seen.append((number, len(queue.within())))
+            seen.append((number, len(queue.enclosing_tickets())))
 
     async def loop() -> None:
         async for number in later():
@@ -780,7 +780,7 @@ def test_a_workload_waits_for_what_is_lent() -> None:
 
 def test_one_that_others_forestall_at_each_look_is_refused_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is room at each look, and each time the reservations change before its own is made."""
-    monkeypatch.setattr(admission, "_TRIES", 20, raising=False)
+    monkeypatch.setattr(admission, "_MAX_ATTEMPTS", 20, raising=False)
     guard = start(SMALL)
     torch, looks, standing = type(simulated(guard, "torch")), 0, [block("1MiB", "other", "cupy")]
     usage = torch.usage

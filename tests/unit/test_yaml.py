@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memguard._budget.yaml import MAX_BYTES, Unreadable, decode, read
+from memguard._base.yaml import MAX_BYTES, Unreadable, decode, read
 
 
 def problems(text: str) -> list[tuple[int | None, int | None, str]]:

@@ -1,1 +1,1 @@
-"""The exchange's adapters: the contract of each framework's `arrays.py`, and their shared parts."""
+"""The contract of each framework's array adapter (`arrays.py`), and the code that the adapters share."""

@@ -1,4 +1,4 @@
-"""Reads and writes CUDA's and NumPy's array interfaces, the form in which PyCUDA, Numba and NumPy share arrays."""
+"""Reads and writes the array interfaces of CUDA and NumPy, through which PyCUDA, Numba and NumPy share arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from memguard._frameworks.arrays.view import (
 
 
 class Malformed(ValueError):
-    """An interface whose array `View` cannot represent. `remedy` is the fix."""
+    """An array interface that `View` cannot represent. `remedy` is the fix."""
 
     def __init__(self, reason: str, remedy: str = "check how its library makes it") -> None:
         super().__init__(reason)
@@ -29,7 +29,7 @@ class Malformed(ValueError):
 
 
 def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
-    """The array, the stream in its interface (or None), and the context of its memory unless it is the primary one.
+    """Read an interface: the array, its stream or None, and the context of its memory, None for the primary one.
 
     Raises Malformed.
     """
@@ -37,7 +37,7 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
         (address, readonly), layout = interface["data"], (interface["typestr"], interface["shape"])
         try:
             dtype, shape, strides = _layout(*layout, interface.get("strides"))
-        except TypeError:  # lists are not hashable
+        except TypeError:  # the cache cannot hash lists
             dtype, shape, strides = _layout.__wrapped__(*layout, interface.get("strides"))
         address = int(address or 0)
     except Malformed:
@@ -78,9 +78,11 @@ def _layout(typestr: Any, shape: Any, given: Any) -> tuple[str, tuple[int, ...],
 
 
 class WithInterface:
-    """Shared memory with an array interface. Arrays made from this object reference it, and it references the lifetime.
+    """Shared memory with an array interface. Arrays created from this object reference it, and it references the
+    lifetime.
 
-    `stream` is the user's stream, which waits for the memory; without it, the memory is ready for any stream.
+    `stream` is the user's stream, which has been made to wait for the memory. Without it, the memory is ready for any
+    stream.
     """
 
     def __init__(self, view: View, lifetime: Lifetime, stream: int | None = None) -> None:

@@ -1,13 +1,13 @@
-"""The contract of a framework's array adapter: one class in `arrays.py` of its folder.
+"""The contract of a framework's array adapter: one class in the `arrays.py` of the framework's folder.
 
 The framework's row names the class (`Exchanged`); `tests/contract` and `tests/gpu/test_exchange.py` test every class.
 
 - Only the framework's own file imports the framework, inside methods. Callers use `owns` only after its import.
 - `offer` describes an array and does not wait for work on it. It raises CannotShare if not even a copy is possible
   (sparse, quantised, symbolic arrays). `ready` makes a stream, or the host, wait for the work.
-- `import_view` makes an array over the memory and copies nothing. `compatibility` has checked that the framework
-  accepts the memory. If a framework is known to copy silently, its method checks again.
-- `copy` makes an array in the framework's own memory, on the same GPU or another.
+- `import_view` creates an array over the memory and copies nothing. `compatibility` has checked that the framework
+  accepts the memory. If a framework sometimes copies silently, its method checks the result.
+- `copy` creates an array in the framework's own memory, on the same GPU or another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
 from memguard._frameworks.arrays.view import DTYPES, View, dtype_name, in_elements
 from memguard.errors import CannotShare
 
-Before = Callable[["int | None"], None]
+MakeWait = Callable[["int | None"], None]
 """Makes a stream (None: the host) wait until the memory is ready."""
 
 
@@ -36,17 +36,17 @@ class Arrays(ABC):
     call: ClassVar[str]
     """The framework's function behind `import_view`, for the documentation."""
     waits: ClassVar[str]
-    """Where this framework, as consumer, waits for the producer's work: `stream` or `host`."""
+    """What waits for the producer's work if this framework is the consumer: its `stream`, or the `host`."""
     takes_stream: ClassVar[bool] = True
-    """Whether a user can name the stream that will use the array: not if the framework chooses its streams itself."""
+    """Whether a user can name the stream that will use the array. False if the framework chooses its streams itself."""
 
     own_contexts: ClassVar[bool] = False
-    """Whether the framework may work in a context other than the GPU's primary one: then callers call `context`."""
+    """Whether the framework may work in another context than the GPU's primary one. If so, callers call `context`."""
     copies_on: ClassVar[bool] = False
-    """Whether it can queue a copy on the user's stream; else it copies on its own stream, or the host waits."""
+    """Whether it can queue a copy on the user's stream. Otherwise it copies on its own stream, or the host waits."""
     direct: ClassVar[bool] = True
-    """Whether it copies directly from GPU to GPU wherever one can access the other's memory, judged by rates (264 to
-    377 GB/s, measured on two H200s)."""
+    """Whether it copies directly from GPU to GPU wherever one can access the other's memory, as measured rates show
+    (264 to 377 GB/s on two H200s)."""
     immutable: ClassVar[bool] = False
     """Whether the framework never writes to an existing array."""
     keeps_readonly: ClassVar[bool] = False
@@ -63,7 +63,7 @@ class Arrays(ABC):
         """Whether `x` is one of the framework's arrays, symbolic ones included."""
 
     def owns_all_of(self, cls: type) -> bool:
-        """Whether `owns` has one result for all objects of a class: then callers cache it by class."""
+        """Whether `owns` has the same result for all objects of a class, so that callers can cache it by class."""
         return True
 
     @abstractmethod
@@ -85,7 +85,7 @@ class Arrays(ABC):
         return None
 
     def place(self, view: View, device: int | None) -> int | None:
-        """The GPU of an array made from this memory: `device` if the user named one. None for the host."""
+        """The GPU for an array created from this memory: `device` if the user named one. None for the host."""
         if device is None and view.device is None and not self.traits.on_host:
             return contexts.current() or 0
         return view.device if device is None else device
@@ -95,9 +95,9 @@ class Arrays(ABC):
         return None
 
     @abstractmethod
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        """An array over this memory, which references `lifetime`. Calls `before` once, with the stream that will use
-        it."""
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
+        """An array over this memory, which references `lifetime`. Calls `make_wait` once, with the stream that will use
+        the array."""
 
     @abstractmethod
     def copy(self, array: Any, device: int | None) -> Any:

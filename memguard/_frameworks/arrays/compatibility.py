@@ -1,8 +1,7 @@
-"""Whether one framework can share another's memory in place; if not, the reason and the remedy. Pure.
+"""Decides whether one framework can share another's memory in place; if not, gives reason and remedy. Pure.
 
-The rules of each framework were measured on an H200 (docs/exchange.md): PyTorch aborts the process on negative strides,
-TensorFlow on an address that is no multiple of 64, and XLA rejects an address that is no multiple of 16 when it first
-uses the array.
+The rules were measured on an H200 (docs/exchange.md): PyTorch aborts the process on negative strides, TensorFlow on an
+address that is not a multiple of 64. XLA rejects an address that is not a multiple of 16 at the first use of the array.
 """
 
 from __future__ import annotations
@@ -11,15 +10,15 @@ import functools
 from dataclasses import dataclass
 from enum import Enum
 
-from memguard._base.specs import SPECS
 from memguard._frameworks.arrays.view import ITEM_SIZES, View, compact
+from memguard._frameworks.specs import SPECS
 
 MOST_DIMENSIONS = 64
-"""NumPy's limit: NumPy creates the DLPack capsules."""
+"""NumPy's limit, which applies because NumPy creates the DLPack capsules."""
 
 
 class Layout(Enum):
-    """The strides that a framework's arrays may have."""
+    """The strides that a framework accepts."""
 
     FORWARD = "any strides that are not negative"
     DENSE = "no gaps, in any order of the dimensions"
@@ -37,8 +36,8 @@ class Traits:
     writes        its arrays are writable, so they must not use read-only memory
     on_gpu, on_host   where its arrays may lie
     repeats       a stride may be 0
-    strided       it copies arrays that are not compact
-    releases_when_done  it releases memory only after its work on it is done; else the producer must wait for that work
+    strided       it can copy arrays that are not compact
+    releases_when_done  it releases memory only after its own work is done; else the producer must wait for that work
     """
 
     name: str
@@ -71,7 +70,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why memory cannot be shared in place. `copied`: whether a copy is possible instead."""
+    """The reason against sharing memory in place. `copied`: whether a copy is possible instead."""
 
     reason: str
     remedy: str
@@ -79,7 +78,7 @@ class Obstacle:
 
 
 def obstacle(view: View, consumer: Traits, device: int | None) -> Obstacle | None:
-    """Why `consumer` cannot share this memory; None if it can. `device` is the GPU for the consumer's array."""
+    """Why `consumer` cannot share this memory; None if it can. `device` is the GPU of the consumer's array."""
     address, shape, strides, dtype, lies, readonly = view
     on_gpu = device is not None
     multiple = (consumer.multiples if on_gpu else consumer.host_multiples).get(dtype)
@@ -92,7 +91,7 @@ def obstacle(view: View, consumer: Traits, device: int | None) -> Obstacle | Non
         and compact(shape, strides)
         and not (readonly and consumer.writes)
     ):
-        return None  # fast path for ordinary arrays; the checks below find the reason for the others
+        return None  # fast path for ordinary arrays; for others the checks below find the reason
     copy = "copy=True"
     alignment = consumer.host_alignment if view.device is None else max(consumer.alignment, view.itemsize)
     title = consumer.title

@@ -1,7 +1,7 @@
-"""DLPack capsules, read and made with ctypes: the form in which PyTorch, TensorFlow, JAX and CuPy import memory.
+"""Reads and creates DLPack capsules with ctypes. PyTorch, TensorFlow, JAX and CuPy import memory from them.
 
-memguard makes unversioned capsules (`dltensor`), which all four accept; TensorFlow and JAX accept no others (measured).
-The deleter of a capsule may run on any thread, and takes the GIL there.
+memguard creates unversioned capsules (`dltensor`), which all four accept; TensorFlow and JAX accept no others
+(measured). A capsule's deleter may run on any thread, and acquires the GIL there.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ _HEAD = struct.Struct("@QiiiB")
 """The beginning of a `DLTensor`, up to the dtype code."""
 _Head = ctypes.c_char * _HEAD.size
 _WORDS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
-"""A NumPy dtype of each element size. `capsule` then overwrites it with the true dtype."""
+"""A NumPy dtype by element size, for the array from which NumPy creates a capsule. `capsule` overwrites it with the
+true dtype."""
 
 
 class BadCapsule(ValueError):
-    """A capsule whose array `View` cannot represent."""
+    """A capsule with an array that `View` cannot represent."""
 
 
 def read(capsule: Any) -> View:
-    """The array in a capsule that no framework has consumed. The capsule keeps the memory alive.
+    """Read the array in an unconsumed capsule, which keeps the memory alive.
 
-    `device` is the number in the capsule, in the producer's numbering. Raises BadCapsule for an unknown dtype, packed
-    lanes, or another type of device.
+    The view's `device` is the capsule's device number, in the producer's numbering. Raises BadCapsule for an unknown
+    dtype, packed lanes, or another type of device.
     """
     readonly = False
     try:
@@ -89,18 +90,18 @@ def _versioned(capsule: Any) -> tuple[int, bool]:
 def _numbers(ndim: int) -> tuple[Any, Callable[[Any], tuple[int, ...]]]:
     """A ctypes array type of `ndim` int64, and its reader.
 
-    ctypes frees an unused array type at the next garbage collection, and making one takes 25 us.
+    Cached, as creating an array type takes 25 us, and ctypes frees an unused one at the next garbage collection.
     """
     return ctypes.c_char * (8 * ndim), struct.Struct(f"@{ndim}q").unpack_from
 
 
 def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
-    """An unversioned capsule over this memory. When the consumer frees its last view, the lifetime ends.
+    """Create an unversioned capsule over this memory. The lifetime ends when the consumer frees its last view.
 
-    `device` is the GPU's number for the consumer, None for the host. NumPy makes the capsule from an array that nothing
-    reads, and this function overwrites the fields that NumPy cannot set. The reason is NumPy's deleter: a view may be
-    freed while an exception propagates, or after the interpreter has ended. A deleter in Python would lose that
-    exception, and would crash after the end.
+    `device` is the GPU's number for the consumer, None for the host. NumPy creates the capsule from an array that
+    nothing reads, and this function overwrites the fields that NumPy cannot set. This way the capsule has NumPy's
+    deleter, written in C: a view may be freed while an exception propagates, or after the interpreter has ended. A
+    deleter in Python would lose that exception, and would crash after the end.
     """
     import numpy
 
@@ -125,7 +126,7 @@ def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
 
 
 _NOWHERE = 64
-"""Replaces address 0 of an array without elements, which NumPy accepts only since 2.4. Nothing reads there."""
+"""Address for arrays without elements, as NumPy before 2.4 rejects address 0. Nothing reads from it."""
 
 
 class _Block:
@@ -137,10 +138,10 @@ class _Block:
 
 
 class Exporter:
-    """The object that `from_dlpack` functions import. `before` makes a stream wait until the memory is ready."""
+    """The argument of a `from_dlpack` function. `make_wait` makes a stream wait until the memory is ready."""
 
-    def __init__(self, view: View, lifetime: Lifetime, device: int | None, before: Any) -> None:
-        self._view, self._lifetime, self._device, self._before = view, lifetime, device, before
+    def __init__(self, view: View, lifetime: Lifetime, device: int | None, make_wait: Any) -> None:
+        self._view, self._lifetime, self._device, self._make_wait = view, lifetime, device, make_wait
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (CPU, 0) if self._device is None else (CUDA, self._device)
@@ -148,5 +149,5 @@ class Exporter:
     def __dlpack__(self, *, stream: int | None = None, **_: object) -> Any:
         """`stream` as in the protocol: -1 for no waiting, None for the legacy default stream."""
         if stream != -1:
-            self._before(1 if stream is None else stream)
+            self._make_wait(1 if stream is None else stream)
         return capsule(self._view, self._lifetime, device=self._device)

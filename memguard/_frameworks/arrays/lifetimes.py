@@ -1,9 +1,9 @@
-"""The lifetime of shared memory: from the hand-over until the consumer's last view is freed.
+"""Manages the lifetime of shared memory, from the hand-over until the consumer's last view is freed.
 
 A `Lifetime` keeps the producer's array alive. It ends in a destructor, on any thread, inside any allocation, so its end
-takes no lock and never waits. If the consumer's last work still runs then, memguard makes the producer's stream wait
-for it. A producer without a stream gets its memory back a moment later, from this module's thread. PyCUDA must free
-memory on the thread that allocated it, so PyCUDA gets its memory back on the thread that made the hand-over.
+takes no lock and never blocks. If the consumer's last work still runs then, memguard makes the producer's stream wait
+for it. If the producer names no stream, this module's thread releases the array once the work is done. PyCUDA must free
+memory on the thread that allocated it, so a PyCUDA array is released on the thread of its hand-over.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from memguard._devices.streams import LEGACY, PER_THREAD, Mark
 from memguard._frameworks.arrays.view import View
 from memguard.errors import DeviceError, Suspended
 
-_POLL, _REST = 0.001, 0.1
-"""Seconds between two checks of work that must end before memory is released; the second while the process is off its
-GPUs."""
+_POLL, _POLL_SUSPENDED = 0.001, 0.1
+"""Seconds between two checks of work that must end before a release; the second applies while the process is
+suspended."""
 
 
 class Offer(NamedTuple):
     """The producer's description of an array, with the owner that keeps its memory alive.
 
-    stream   the producer's next use of released memory is on this stream; None if unknown
+    stream   the stream of the producer's next use of released memory; None if unknown
     context  the context of the memory; None for the GPU's primary one
-    thread   the only thread that may release `owner`; None for any
-    done     whether its values are computed already, so that no stream has to wait for them
+    thread   the only thread that may release `owner`; None if any may
+    done     whether its values are computed already, so that no stream needs to wait
     """
 
     producer: str
@@ -51,10 +51,10 @@ new_offer: Callable[[tuple[Any, ...]], Offer] = functools.partial(tuple.__new__,
 
 
 class Lifetime:
-    """One hand-over, made by `begin`. `stream` is the consumer's, None if its work may be on any stream.
+    """One hand-over, created by `begin`. `stream` is the consumer's; None if its work may be on any stream.
 
-    `releases_when_done`: the consumer releases memory only after its work on it is done (JAX; measured), so the
-    producer need not wait. `context`: the consumer's; None for the GPU's primary one.
+    `releases_when_done`: the consumer releases memory only after its own work is done (JAX; measured), so the producer
+    need not wait. `context`: the consumer's; None for the GPU's primary one.
     """
 
     __slots__ = ("consumer", "context", "offer", "releases_when_done", "stream")
@@ -65,22 +65,22 @@ class Lifetime:
     context: int | None
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # afterwards this module's globals may be gone
+        if not ending():  # at finalization this module's globals may be missing
             self.end()
 
     def cancel(self) -> None:
-        """End the lifetime of a failed hand-over: the consumer never used the memory, so nothing has to wait."""
+        """End the lifetime of a failed hand-over: the consumer never used the memory, so nothing needs to wait."""
         _open.pop(id(self), None)
 
     def end(self) -> None:
-        """End the lifetime after the last view. On any thread, at any moment; a second call does nothing."""
+        """End the lifetime after the last view. Callable on any thread, inside any code; a second call does nothing."""
         if _open.pop(id(self), None) is None:
             return
         mark, thread = None, self.offer.thread
         if not self.releases_when_done:
             mark = _running_work(self.offer, self.stream, self.context)
         if mark is None and (thread is None or thread == threading.get_ident()):
-            return  # the owner is released with this object
+            return  # this object's end releases the owner
         parked = _Parked(self.offer, mark)
         del self.offer
         _parked.append(parked)
@@ -88,55 +88,55 @@ class Lifetime:
 
 
 class _Parked:
-    """Memory whose release has to wait.
+    """Memory that waits for its release.
 
-    A checking thread references this object and not the offer, so the owner is released only on the thread that sets
-    `offer` to None.
+    A thread that checks it references this object and not the offer. So the thread that sets `offer` to None releases
+    the owner.
     """
 
     __slots__ = ("mark", "offer", "thread")
 
-    def __init__(self, offer: Offer, mark: Mark | _Later | _WhenBack | None) -> None:
+    def __init__(self, offer: Offer, mark: Mark | _DeferredMark | _AfterResume | None) -> None:
         self.offer: Offer | None = offer
         self.mark, self.thread = mark, offer.thread
 
 
-class _Entry(NamedTuple):
+class _SharedView(NamedTuple):
     producer: str
     consumer: str
     view: View
 
 
-_new_entry: Callable[[tuple[Any, ...]], _Entry] = functools.partial(tuple.__new__, _Entry)
-kept: Counter[int] = Counter()
-"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes: no framework's row contains them."""
-_open: dict[int, _Entry] = {}
-"""The memory shared now, without its owners."""
+_new_shared_view: Callable[[tuple[Any, ...]], _SharedView] = functools.partial(tuple.__new__, _SharedView)
+held_for_processes: Counter[int] = Counter()
+"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes. No framework's row contains them."""
+_open: dict[int, _SharedView] = {}
+"""The views shared now, by lifetime's `id`, without their owners."""
 _parked: list[_Parked] = []
 
 
 def begin(
     offer: Offer, consumer: str, stream: int | None, releases_when_done: bool = False, context: int | None = None
 ) -> Lifetime:
-    """Create a lifetime that lasts until its `end`, or until the last reference to it is gone."""
+    """Create a lifetime. It ends with `end`, or with the last reference to it."""
     lifetime = Lifetime()
     lifetime.offer, lifetime.consumer, lifetime.stream = offer, consumer, stream
     lifetime.releases_when_done, lifetime.context = releases_when_done, context
-    _open[id(lifetime)] = _new_entry((offer.producer, consumer, offer.view))
+    _open[id(lifetime)] = _new_shared_view((offer.producer, consumer, offer.view))
     if _parked:
         sweep()
     return lifetime
 
 
 def sweep() -> None:
-    """Release the parked memory whose work is done, if this thread may release it."""
+    """Release parked memory whose work is done, if this thread may release it."""
     here = threading.get_ident()
     for _ in range(len(_parked)):
-        if suspension.now is not None:  # CUDA is not usable
+        if suspension.now is not None:  # CUDA cannot be used while the process is suspended
             return
         try:
             parked = _parked.pop(0)
-        except IndexError:  # another thread removed it
+        except IndexError:  # another thread removed the last one
             return
         over = False
         try:
@@ -149,7 +149,7 @@ def sweep() -> None:
 
 
 def lent() -> dict[int, dict[str, dict[str, int]]]:
-    """Bytes shared now, by GPU (CUDA's ordinal), producer and consumer: the ledger's `lent`.
+    """Bytes shared now, by GPU (CUDA's ordinal), producer and consumer. The ledger reports them as `lent`.
 
     A byte viewed by two consumers counts once for each.
     """
@@ -166,13 +166,13 @@ def lent() -> dict[int, dict[str, dict[str, int]]]:
 
 
 def lent_by(producer: str, device: int) -> int:
-    """Bytes of the producer's memory with views in other frameworks, each byte once."""
+    """Bytes of the producer's memory that other frameworks view. Each byte counts once."""
     views = [entry.view for entry in list(_open.values()) if entry.producer == producer]
     return covered(view.extent for view in views if view.device == device and view.size)
 
 
 def covered(parts: Iterable[tuple[int, int]]) -> int:
-    """Bytes in at least one of the ranges."""
+    """The number of bytes that at least one range covers."""
     total, reached = 0, 0
     for first, end in sorted(parts):
         total += max(end - max(first, reached), 0)
@@ -180,23 +180,25 @@ def covered(parts: Iterable[tuple[int, int]]) -> int:
     return total
 
 
-def _running_work(offer: Offer, stream: int | None, context: int | None = None) -> Mark | _Later | _WhenBack | None:
-    """The consumer's work that still runs, if no stream of the producer can wait for it; else None."""
+def _running_work(
+    offer: Offer, stream: int | None, context: int | None = None
+) -> Mark | _DeferredMark | _AfterResume | None:
+    """A mark of the consumer's unfinished work, if no stream of the producer can wait for it; else None."""
     _, shape, _, _, device, _ = offer.view
     if device is None or 0 in shape:
         return None
     if suspension.now is not None:
-        return _WhenBack(offer._replace(owner=None), stream, context)
-    # The handle of the per-thread default stream means this thread's stream, and other threads may have used theirs.
+        return _AfterResume(offer._replace(owner=None), stream, context)
+    # The per-thread default stream's handle means this thread's stream, and another thread may have used its own.
     stream = None if stream == PER_THREAD else stream
     mine = None if offer.stream == PER_THREAD else offer.stream
     try:
         if stream is not None and mine is not None and (stream or LEGACY) == (mine or LEGACY):
-            return None  # one stream: the producer's next work follows the consumer's
-        if context is None and streams.quiet(device, stream, mine):
+            return None  # on one stream, the producer's next work follows the consumer's
+        if context is None and streams.quick_idle(device, stream, mine):
             return None
         if any(known is not None and streams.capturing(device, known) for known in (stream, mine)):
-            return None  # a captured stream may not wait; the owner of the graph keeps its captured memory
+            return None  # a capturing stream must not wait; the graph's owner keeps the captured memory alive
         if stream is not None and streams.idle(device, stream, context):
             return None
         mark = Mark(device, stream, context)
@@ -204,32 +206,32 @@ def _running_work(offer: Offer, stream: int | None, context: int | None = None) 
             return None if _passed(mark) else mark
         with mark:
             if not mark.passed():
-                # A caching allocator reuses the memory on the stream of its allocation. Mostly that is the legacy
-                # default stream, whichever stream was current at the hand-over.
+                # A caching allocator reuses memory on the stream of its allocation. That is mostly the legacy default
+                # stream, even if another stream was current at the hand-over.
                 for then in dict.fromkeys((mine or LEGACY, LEGACY)):
                     if stream is None or (stream or LEGACY) != then:
-                        streams.capturing(device, then)  # raises if the default stream is not usable now
+                        streams.capturing(device, then)  # raises if the default stream cannot be used now
                         mark.before(then)
         return None
-    except Suspended:  # the suspension began during this call
-        return _WhenBack(offer._replace(owner=None), stream, context)
+    except Suspended:  # a suspension began during this call
+        return _AfterResume(offer._replace(owner=None), stream, context)
     except DeviceError as error:
         _log.debug("exchange: %s", error)
-    # No stream can wait, so the work is polled until it is done.
+    # No stream can wait, so `sweep` checks later whether the work is done.
     if stream is not None:
-        later = _Later(device, stream, context)
-        return None if _passed(later) else later
+        deferred = _DeferredMark(device, stream, context)
+        return None if _passed(deferred) else deferred
     try:
         mark = Mark(device, None, context)
     except DeviceError:
         return None
     except Suspended:
-        return _WhenBack(offer._replace(owner=None), stream, context)
+        return _AfterResume(offer._replace(owner=None), stream, context)
     return None if _passed(mark) else mark
 
 
-class _Later:
-    """A `Mark` of a stream, recorded as soon as recording breaks no CUDA graph capture."""
+class _DeferredMark:
+    """A stream's `Mark` that is recorded once no CUDA graph capture is active: recording would break the capture."""
 
     def __init__(self, device: int, stream: int, context: int | None) -> None:
         self._device, self._stream, self._context = device, stream, context
@@ -248,19 +250,19 @@ class _Later:
             self._mark.close()
 
 
-class _WhenBack:
-    """Work that can be checked only once the process is back on its GPUs. `offer` lacks its owner."""
+class _AfterResume:
+    """Work that can be checked only after the process has resumed. `offer` lacks its owner."""
 
     def __init__(self, offer: Offer, stream: int | None, context: int | None) -> None:
-        self._asked: tuple[Offer, int | None, int | None] | None = (offer, stream, context)
-        self._mark: Mark | _Later | _WhenBack | None = None
+        self._arguments: tuple[Offer, int | None, int | None] | None = (offer, stream, context)
+        self._mark: Mark | _DeferredMark | _AfterResume | None = None
 
     def passed(self) -> bool:
         if suspension.now is not None:
             return False
-        asked, self._asked = self._asked, None
-        if asked is not None:
-            self._mark = _running_work(*asked)
+        arguments, self._arguments = self._arguments, None
+        if arguments is not None:
+            self._mark = _running_work(*arguments)
         return self._mark is None or self._mark.passed()
 
     def close(self) -> None:
@@ -268,12 +270,13 @@ class _WhenBack:
             self._mark.close()
 
 
-def _passed(mark: Mark | _Later | _WhenBack) -> bool:
-    """Whether the work is done; closes the mark if so. An error counts as done: the context and its memory are gone."""
+def _passed(mark: Mark | _DeferredMark | _AfterResume) -> bool:
+    """Whether the work is done; if so, closes the mark. An error counts as done, as the context and its memory no
+    longer exist."""
     try:
         if not mark.passed():
             return False
-    except Suspended:  # the suspension began during this call
+    except Suspended:  # a suspension began during this call
         return False
     except DeviceError as error:
         _log.debug("exchange: %s", error)
@@ -282,7 +285,7 @@ def _passed(mark: Mark | _Later | _WhenBack) -> bool:
 
 
 class _Sweeper:
-    """A daemon thread that runs while parked memory waits that any thread may release."""
+    """A daemon thread that runs while there is parked memory that any thread may release."""
 
     def __init__(self) -> None:
         self._running = False
@@ -291,7 +294,7 @@ class _Sweeper:
         if self._running or not any(parked.thread is None for parked in list(_parked)):
             return
         self._running = True
-        try:  # starting a thread takes locks of `threading`, which the interrupted code may hold
+        try:  # `threading.Thread.start` takes locks that the interrupted code may hold
             _thread.start_new_thread(self._begin, ())
         except RuntimeError:  # the interpreter is shutting down
             self._running = False
@@ -305,11 +308,11 @@ class _Sweeper:
     def _run(self) -> None:
         try:
             while any(parked.thread is None for parked in list(_parked)):
-                time.sleep(_POLL if suspension.now is None else _REST)
+                time.sleep(_POLL if suspension.now is None else _POLL_SUSPENDED)
                 sweep()
         finally:
             self._running = False
-        self.wake()  # for memory parked meanwhile
+        self.wake()  # more memory may have been parked meanwhile
 
 
 _sweeper = _Sweeper()

@@ -1,4 +1,4 @@
-"""Framework-independent description of memory as an array: address, shape, strides, dtype, device. Pure.
+"""Describes memory as an array independently of frameworks: address, shape, strides, dtype, device. Pure.
 
 Strides count elements, as in DLPack. Dtypes have the names of NumPy and ml_dtypes.
 """
@@ -49,7 +49,7 @@ def dtype_of_code(code: int, bits: int, lanes: int = 1) -> str | None:
 
 def dtype_of_typestr(typestr: str) -> str | None:
     """The dtype of an array interface's `typestr`; None for structures, text and foreign byte order."""
-    if typestr[1:] in ("b1", "i1", "u1"):  # a single byte has no byte order
+    if typestr[1:] in ("b1", "i1", "u1"):  # byte order is meaningless for a single byte
         typestr = "|" + typestr[1:]
     return _BY_TYPESTR.get(typestr)
 
@@ -97,7 +97,7 @@ class View(NamedTuple):
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The byte range of its elements: the first byte, and one past the last."""
+        """The byte range of its elements: the address of the first byte, and one past the last."""
         if not self.size:
             return self.address, self.address
         steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
@@ -151,7 +151,7 @@ new_view: Callable[[tuple[Any, ...]], View] = functools.partial(tuple.__new__, V
 
 @functools.lru_cache(maxsize=1024)
 def in_bytes(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Strides in bytes, from strides in elements. Cached, as the two functions below: the same shapes recur."""
+    """Strides in bytes, from strides in elements. Cached like the two functions below, as the same shapes recur."""
     return tuple([stride * itemsize for stride in strides])
 
 
@@ -171,5 +171,5 @@ def compact(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _relevant(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Stride and extent of each dimension of more than one element. The other strides have no meaning."""
+    """Stride and extent of each dimension with more than one element. The other strides are meaningless."""
     return [(stride, extent) for stride, extent in zip(strides, shape, strict=True) if extent != 1]

@@ -1,1 +1,1 @@
-"""cuda-python: it has no cap of its own; its calls wait while the process is off its GPUs."""
+"""cuda-python: memguard does not cap it, but gates its calls while the process is suspended."""

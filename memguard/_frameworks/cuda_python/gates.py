@@ -1,7 +1,7 @@
-"""The functions of cuda-python (`cuda.bindings`, `cuda.core`) that wait while the process is off its GPUs.
+"""The functions of cuda-python (`cuda.bindings`, `cuda.core`) that wait while the process is suspended.
 
-Whether they release the GIL was not read or measured. `cuda.core` calls the driver in C and bypasses these names. Numba
-uses both. Where a type is written in C, the table omits its methods that start with two underscores.
+It is unknown whether they release the GIL. `cuda.core` calls the driver in C and bypasses the names of `cuda.bindings`.
+Numba uses both. For a type written in C, the table omits the methods that start with two underscores.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ AT_ONCE = (
     "cuMemPoolSetAttribute",
     "cuMemAddressReserve",
 )
-"""Functions that the driver answers at once in a suspended process (H200, driver 580.159), or that do not call it."""
+"""Functions that the driver answers at once in a suspended process (H200, driver 580.159), or that do not call the
+driver."""
 _RUNTIME_AT_ONCE = (
     "cudaGetError*",
     "cudaGetLastError",
@@ -50,7 +51,7 @@ GATES = (
     Gates(
         hook="cuda.bindings.driver",
         waits=entries("cuda.bindings.driver", "crash", _EACH, "cu[A-Z]*", but=AT_ONCE),
-        left=("cuda.bindings.cydriver: code in C or Cython that calls it goes past the gate",),
+        not_gated=("cuda.bindings.cydriver: code in C or Cython that calls it goes past the gate",),
     ),
     Gates(
         hook="cuda.bindings.runtime",
@@ -117,7 +118,7 @@ GATES = (
                 optional=True,
             ),
         ),
-        kept=(
+        kept_alive=(
             *kinds("cuda.core._module", "cuLibraryUnload, taken to crash as cuModuleUnload does", "ObjectCode Kernel"),
             *kinds("cuda.core._stream", "cuStreamDestroy", "Stream"),
             *kinds("cuda.core._event", "cuEventDestroy", "Event"),

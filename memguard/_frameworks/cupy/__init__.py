@@ -1,1 +1,1 @@
-"""CuPy: its adapter, and its pool's usage of the driver's slabs."""
+"""CuPy: its adapter, and the count of the driver's slabs that its pool uses."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from memguard._devices import streams
 from memguard._frameworks.arrays import dlpack
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import NO_FLOAT8, View, new_view
@@ -40,8 +40,8 @@ class CuPyArrays(Arrays):
         handle: int = stream.ptr
         return handle if handle <= streams.PER_THREAD else streams.StreamHandle(handle, stream)
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        before(stream)
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
+        make_wait(stream)
         cupy = sys.modules.get("cupy") or importlib.import_module("cupy")
         return cupy.from_dlpack(dlpack.capsule(view, lifetime, device=view.device))
 

@@ -1,14 +1,14 @@
-"""Computes the bytes that CuPy's `MemoryPool` would release: its idle blocks that are not split, stream by stream.
+"""Computes the bytes that CuPy's `MemoryPool` would release: the unsplit idle blocks of each stream.
 
 `free_all_blocks` frees an idle block only as a whole. CuPy has no public figure for these bytes, but since 14.1 its
-single-GPU pool has an index of idle blocks, for its own tests (`_debug_arena_get_index`). `Blocks` probes for the index
-before use; without it, or with an unexpected form, the result is None. An idle block with a reference does not go back
-to the driver. So `Blocks` keeps none: one C call reads sizes and addresses, during which no other Python thread runs.
+single-GPU pool has an index of idle blocks, for its own tests (`_debug_arena_get_index`). `Blocks` checks for the index
+before use; if it is missing or has another form, the result is None. CuPy does not free a referenced idle block. So
+`Blocks` keeps no reference: one C call reads sizes and addresses, during which no other Python thread runs.
 
-A small block's slab is released with its last piece, but the pool counts the bytes of its small allocations, not their
-slabs, and does not report driver allocations and frees. So `Pieces` tracks them by address: if a small request
-allocated memory, the pool's total has grown. If that memory was freed, the driver's id of the allocation at its address
-has changed.
+The driver frees a slab with its last piece, but the pool counts the bytes of its small allocations instead of their
+slabs, and does not report driver allocations and frees. So `Pieces` tracks them by address. If a small request
+allocated memory, the pool's total has grown. If that memory was freed, the driver reports another allocation id at its
+address.
 """
 
 from __future__ import annotations
@@ -24,25 +24,26 @@ from operator import attrgetter, itemgetter
 from types import SimpleNamespace
 from typing import Any
 
-from memguard._base.locks import Turn
+from memguard._base.locks import LockedRunner
 from memguard._base.logs import log as _log
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import SMALL, UNIT, DriverPages, Slabs
 
 MOST = 4096
-"""With more idle blocks than this the result is None: reading so many takes 1.3 ms (measured, CuPy 14.2)."""
+"""The most idle blocks to read, which takes 1.3 ms (measured, CuPy 14.2). With more, the result is None."""
 FRESH = 0.1
-"""Seconds to reuse a figure while the pool's own figures are unchanged: its blocks may change meanwhile."""
+"""Seconds for which a result is reused while the pool's own figures stay equal: its blocks may change without changing
+them."""
 _WITHIN = 0.02
-"""Seconds to wait for another thread's reading."""
+"""The most seconds to wait for another thread's reading."""
 _FULL = GRANULE - 16 * UNIT
-"""A slab with this many idle bytes has no significant room for pieces of other frameworks."""
+"""A slab with so many idle bytes has no significant room for other frameworks' pieces."""
 INDEX = "_debug_arena_get_index"
 _block = itemgetter(1)
 _figures = attrgetter("size", "mem.size", "mem.ptr")
 _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
-"""Whether Python may collect garbage within a C call: a finalizer that allocates would deadlock there, as its own
+"""Whether Python may collect garbage within a C call. A finalizer that allocates would deadlock there, since its own
 thread holds the pool's lock."""
 
 
@@ -50,23 +51,23 @@ class Blocks:
     """The idle blocks of CuPy's pools. Thread-safe."""
 
     def __init__(self) -> None:
-        self._turn = Turn()
+        self._locked = LockedRunner()
         self._unreadable = False
 
     def reclaimable(self, pool: Any, ordinal: int, pieces: Callable[[int], int] | None = None) -> int | None:
         """Bytes that `free_all_blocks()` would return to the driver; None if this CuPy lacks the index.
 
-        `pieces` counts the known pieces in the slab of an address. A slab counts if no piece in it is known to be in
-        use, or if it has no room for other frameworks: their unseen pieces may keep it allocated.
+        `pieces` returns the number of known pieces in an address's slab. A slab counts as returned if it contains no
+        known piece in use, or no room for other frameworks: unknown pieces of those may keep it allocated.
         """
         one = self._of_one_gpu(pool, ordinal)
         rows = self._rows(one) if one is not None and one.n_free_blocks() <= MOST else None
         return None if rows is None else _returned(rows, pieces)
 
     def free(self, pool: Any, ordinal: int, needed: int) -> bool:
-        """Free the blocks of those streams that together return `needed` bytes, the largest first, on the current GPU.
+        """Free the blocks of as many streams as return `needed` bytes together, the largest first, on the current GPU.
 
-        False, without freeing, if that takes at least all streams, or if the index is unknown.
+        Frees nothing and returns False if all streams are needed, or if the index is missing.
         """
         one = self._of_one_gpu(pool, ordinal)
         streams = self._streams(one) if one is not None else ()
@@ -89,7 +90,7 @@ class Blocks:
         return True
 
     def _of_one_gpu(self, pool: Any, ordinal: int) -> Any:
-        """The pool of that GPU within a `MemoryPool`; None if this CuPy has no index of idle blocks."""
+        """The GPU's own pool inside a `MemoryPool`; None if this CuPy has no index of idle blocks."""
         if self._unreadable:
             return None
         for part in gc.get_referents(pool):
@@ -98,7 +99,7 @@ class Blocks:
         return None
 
     def _streams(self, one: Any) -> list[int]:
-        """The streams that have blocks in the pool. Reading the index of another stream would create it."""
+        """The streams with blocks in the pool. Reading another stream's index would create the index."""
         for part in gc.get_referents(one):
             if type(part) is dict:
                 refs = list(part.items())
@@ -107,10 +108,11 @@ class Blocks:
         return []
 
     def _rows(self, one: Any, streams: Iterable[int] | None = None) -> list[tuple[int, int, int]] | None:
-        """Size, size of the whole block and its address for each idle block; None if the index cannot be read now."""
+        """For each idle block its size, the size of the whole driver block, and its address. None if the index cannot
+        be read now."""
         streams = self._streams(one) if streams is None else streams
         try:
-            done = self._turn.take(_read, _WITHIN, getattr(one, INDEX), streams)
+            done = self._locked.run(_read, _WITHIN, getattr(one, INDEX), streams)
         except (AttributeError, TypeError, IndexError) as failure:
             self._unreadable = True
             _log.debug("cupy: what its pool would give back is unknown: %s", str(failure))
@@ -129,12 +131,12 @@ def _read(index: Callable[[int], Any], streams: Iterable[int]) -> list[tuple[int
             if collecting:
                 gc.enable()
     finally:
-        if collecting:  # again: a Ctrl-C may have interrupted the first
+        if collecting:  # again, in case a Ctrl-C interrupted the first
             gc.enable()
 
 
 def _returned(rows: Iterable[tuple[int, int, int]], pieces: Callable[[int], int] | None) -> int:
-    """Bytes returned to the driver when all unsplit blocks are freed: whole pages, and whole slabs."""
+    """The bytes that freeing all unsplit blocks returns to the driver: whole pages, and whole slabs."""
     found, slabs = 0, dict[int, tuple[int, int]]()
     for size, whole, address in rows:
         if size != whole:
@@ -152,61 +154,62 @@ def _returned(rows: Iterable[tuple[int, int, int]], pieces: Callable[[int], int]
 
 
 _MOST_NEW = 1000
-"""Record so many new pieces before checking with the driver which of them still exist, if no reading does it first."""
+"""After so many new pieces, check with the driver which of them still exist, unless a reading has done so."""
 
 
 class Pieces:
-    """The pool's small driver allocations on one GPU, whose context must be current. Thread-safe."""
+    """The pool's small driver allocations on one GPU. Its context must be current. Thread-safe."""
 
     def __init__(self, slabs: Slabs) -> None:
         self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may interrupt a call
-        self._settling = False
-        self._pages = DriverPages(slabs, whole=False)  # the pool's own figure contains their exact bytes
-        self._there: dict[int, tuple[int, int]] = {}  # size and the driver's id, by address
+        self._dropping = False
+        self._pages = DriverPages(slabs, whole=False)  # the pool's own figure counts the pieces' exact bytes
+        self._there: dict[int, tuple[int, int]] = {}  # by address: size, and the driver's allocation id
         self._new: deque[tuple[int, int, int]] = deque()
         self._total = 0
 
     def took(self, address: int) -> None:
-        """Record the driver's allocation at this address, if one starts here and is small. The pool has grown."""
+        """Record a driver allocation that starts at this address, if it is small. Call it after the pool has grown."""
         start, size = contexts.allocation(address) or (0, 0)
         number = contexts.buffer(address) if start == address and size <= SMALL else None
         if number is not None:
             self._new.append((address, size, number))
-            if len(self._new) > max(_MOST_NEW, len(self._there)):  # so each piece is checked twice on average
-                self.settle(self._total)
+            if len(self._new) > max(_MOST_NEW, len(self._there)):  # so that each piece is checked twice on average
+                self.drop_freed(self._total)
 
     def gap(self, size: int) -> bool:
-        """Whether a slab may have room for one more piece: its gaps may be too short, or contain others' pieces."""
+        """Whether a slab may have room for one more piece. Its gaps may be too short, or contain other frameworks'
+        pieces."""
         with self._lock:
             return self._pages.gap(size)
 
-    def beside(self, address: int) -> bool:
-        """Whether the slab of this address contains recorded pieces."""
+    def in_known_slab(self, address: int) -> bool:
+        """Whether this address's slab contains recorded pieces."""
         with self._lock:
             return self._pages.known(address)
 
-    def settle(self, total: int) -> None:
-        """Drop the pieces that were freed. Queries the driver (0.5 µs each) only if the pool's `total` changed."""
+    def drop_freed(self, total: int) -> None:
+        """Drop the freed pieces. It queries the driver (0.5 µs for each piece) only if the pool's `total` changed."""
         if total == self._total and not self._new:
             return
         with self._lock:
-            if self._settling:
-                return  # the interrupted call does it
-            self._settling = True
+            if self._dropping:
+                return  # the interrupted call drops them
+            self._dropping = True
             try:
-                self._settle(total)
+                self._drop_freed(total)
             finally:
-                self._settling = False
+                self._dropping = False
 
-    def _settle(self, total: int) -> None:
+    def _drop_freed(self, total: int) -> None:
         self._total = total
         for address, (size, number) in list(self._there.items()):
             if contexts.buffer(address) != number and self._there.pop(address, None) is not None:
-                self._pages.gone(address, size)
+                self._pages.remove(address, size)
         while self._new:
             try:
                 address, size, number = self._new.popleft()
-            except IndexError:  # a signal handler cleared the list
+            except IndexError:  # a signal handler emptied the queue
                 return
             if address not in self._there and contexts.buffer(address) == number:
                 self._there[address] = size, number
@@ -218,4 +221,4 @@ class Pieces:
             self._new.clear()
             for address, (size, _) in list(self._there.items()):
                 if self._there.pop(address, None) is not None:
-                    self._pages.gone(address, size)
+                    self._pages.remove(address, size)

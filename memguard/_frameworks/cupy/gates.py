@@ -1,8 +1,8 @@
-"""The functions of CuPy that wait while the process is off its GPUs.
+"""The functions of CuPy that wait while the process is suspended.
 
-Read in CuPy's sources: `cupy_backends/cuda/api/{runtime,driver}.pyx` release the GIL around each call that may wait,
-except queries and `memGetInfo`. CuPy's own code calls them in C and bypasses these names, so the table also lists
-CuPy's classes.
+From CuPy's sources: `cupy_backends/cuda/api/{runtime,driver}.pyx` release the GIL around each call that may wait,
+except queries and `memGetInfo`. CuPy's own code calls these functions in C and bypasses their names, so the table also
+lists CuPy's classes.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ GATES = (
             *entries("cupy.cuda.stream", "wait", "cuStreamDestroy", "Stream.__del__"),
             *entries("cupy.cuda.pinned_memory", "wait", "cuMemFreeHost", "PinnedMemory.__del__"),
         ),
-        kept=(
+        kept_alive=(
             *kinds("cupy.cuda.function", "cuModuleUnload crashes", "Module"),
             *kinds("cupy.cuda.memory", "cuMemFree, cuMemFreeAsync", "Memory MemoryAsync ManagedMemory PooledMemory"),
             *kinds("cupy.cuda.graph", "cuGraphExecDestroy", "Graph"),
@@ -141,6 +141,6 @@ GATES = (
             *kinds("cupy.cuda.cufft", "cufftDestroy, which frees memory", "Plan1d PlanNd"),
         ),
         imports=("cupy.cuda.cufft", "cupy.cuda.cub", "cupy.cuda.thrust", "cupy.cuda.nccl"),
-        left=("cupy: kernels on existing arrays wait in the driver, without the GIL",),
+        not_gated=("cupy: kernels on existing arrays wait in the driver, without the GIL",),
     ),
 )

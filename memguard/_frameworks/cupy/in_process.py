@@ -1,4 +1,4 @@
-"""Facts of a process that has imported CuPy."""
+"""Reads facts of a process that has imported CuPy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _capturing(modules: Modules) -> bool:
 
 
 def _work_areas(modules: Modules) -> int | None:
-    """Bytes of CuPy's pool in its cache of FFT plans.
+    """Bytes of CuPy's pool that its cache of FFT plans uses.
 
     Each thread has a cache for each GPU. memguard does not clear them, as a CUDA graph may still use a plan's work
     area.
@@ -46,7 +46,8 @@ def _work_areas(modules: Modules) -> int | None:
 
 
 def _ranks(modules: Modules) -> int | None:
-    """The ranks of `cupyx.distributed`, unknown: it keeps no list of its communicators."""
+    """The number of ranks of `cupyx.distributed`, from its communicators among all objects: it keeps no list of
+    them."""
     kind = getattr(modules.get(_COMMUNICATORS), "NCCLBackend", None)
     if kind is None:
         return None

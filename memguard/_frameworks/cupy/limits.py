@@ -1,4 +1,4 @@
-"""The limits of CuPy's pools on each GPU: set, compared with later settings of the user, shared between pools."""
+"""Sets the limits of CuPy's pools on each GPU, checks the user's later limits, and divides the cap among pools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.units import MIB, format_size
 from memguard._devices import contexts
 from memguard._frameworks.base import Framework
@@ -18,23 +18,26 @@ from memguard._frameworks.driver_pages import SMALL, slabs
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 LIMIT = "CUPY_GPU_MEMORY_LIMIT"
-"""The variable with the user's limit for CuPy's own pool."""
+"""The environment variable with the user's limit for CuPy's own pool."""
 
 
 class Limits(Framework):
-    """Pool limits of CuPy's adapter. The former pools of CuPy's allocator share the cap with the current one."""
+    """The pool limits of CuPy's adapter. CuPy's current pool and its former pools share the cap."""
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
-        self._lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
+        self._lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
         self._caps: dict[str, int] = {}
-        self._limited: dict[int, tuple[int, int]] = {}  # by ordinal: the pool's own limit before, and the limit set
+        self._limited: dict[
+            int, tuple[int, int]
+        ] = {}  # by ordinal: the pool's own limit, and the one that memguard set
         self._pieces: dict[int, Pieces] = {}
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
-        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # pools before `_pool`, and their `_limited`
-        # The limit common to all devices of `_limited`, and the total up to which a small request cannot exceed it. -1
-        # if the limits differ, so that each request compares them. No check is needed before the first device.
+        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # former pools, with their `_limited`
+        # The limit if it is the same on all devices of `_limited`, and the total up to which a small request cannot
+        # exceed it. Both are -1 if the limits differ: then each request compares them. Before the first device no check
+        # is needed.
         self._limit, self._safe = -1, sys.maxsize
 
     def _limit_here(self, cupy: Any, ordinal: int, _: Any = None) -> None:
@@ -44,16 +47,16 @@ class Limits(Framework):
             cap = self._caps.get(uuid)
             if cap is None or ordinal in self._limited:
                 if cap is None and self._caps:
-                    self._say(
+                    self._add_note(
                         f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there"
                     )
                 return
-            cap = max(cap - self._elsewhere(ordinal), 1)
+            cap = max(cap - self._held_by_former_pools(ordinal), 1)
             before = self._pool.get_limit()
             if 0 < before < cap:
-                self._say(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
+                self._add_note(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
-            elif before > cap:  # set before memguard could read its GPU; an allocation must not fail because of it
+            elif before > cap:  # set before memguard could read the GPU; it must not make an allocation fail
                 self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
             self._pool.set_limit(size=cap)
             found = self._pool.get_limit()
@@ -64,7 +67,7 @@ class Limits(Framework):
                     f"the limit reads back as {found}",
                     "report this with the version; until then leave cupy out of the budget",
                 )
-            self._note(ordinal, before, cap)
+            self._record_limit(ordinal, before, cap)
             self._pieces.setdefault(ordinal, Pieces(slabs[uuid]))
 
     def _limit_live(self, cupy: Any) -> None:
@@ -80,61 +83,61 @@ class Limits(Framework):
                     raise self._looser("cupy's MemoryPool.set_limit", before, self._caps[uuid])
                 self._limit_here(cupy, ordinal)
 
-    def _hold(self, ordinal: int, _: Any = None) -> None:
+    def _enforce_limit(self, ordinal: int, _: Any = None) -> None:
         """Apply the stricter of the cap and the user's new limit, on the current device of this thread."""
         with self._lock:
             if ordinal not in self._limited:
                 return
             _, limit = self._limited[ordinal]
-            asked = int(self._pool.get_limit())
-            if asked == limit:
+            user_limit = int(self._pool.get_limit())
+            if user_limit == limit:
                 return
             uuid = self._uuid(ordinal)
-            cap = max(self._caps.get(uuid, limit) - self._elsewhere(ordinal), 1)
-            holds = asked if 0 < asked <= cap else cap
-            self._note(ordinal, asked, holds)
-            if holds == asked:
+            cap = max(self._caps.get(uuid, limit) - self._held_by_former_pools(ordinal), 1)
+            holds = user_limit if 0 < user_limit <= cap else cap
+            self._record_limit(ordinal, user_limit, holds)
+            if holds == user_limit:
                 return
             self._pool.set_limit(size=holds)
-        size = f"a limit of {format_size(asked)}" if asked else "no limit"
+        size = f"a limit of {format_size(user_limit)}" if user_limit else "no limit"
         self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
 
-    def _elsewhere(self, ordinal: int) -> int:
-        """Bytes of the GPU that former pools hold. Also limits those pools to these bytes."""
+    def _held_by_former_pools(self, ordinal: int) -> int:
+        """The bytes that former pools hold on the GPU. It also limits those pools to these bytes."""
         held = 0
         idle = bool(self._former) and not self.capturing()  # freeing memory would break the capture
         for pool, limited in self._former:
             if idle:
-                with contexts.beside_captures():
-                    self._on(ordinal, lambda pool: pool.free_all_blocks(), pool)
-            total = self._on(ordinal, lambda pool: int(pool.total_bytes()), pool) or 0
+                with contexts.capture_safe():
+                    self._call_on_device(ordinal, lambda pool: pool.free_all_blocks(), pool)
+            total = self._call_on_device(ordinal, lambda pool: int(pool.total_bytes()), pool) or 0
             if total or ordinal in limited:
                 before, limit = limited.get(ordinal, (0, None))
-                now = self._on(ordinal, limit_of, pool)
+                now = self._call_on_device(ordinal, limit_of, pool)
                 before = before if now == limit else now
                 limited[ordinal] = (before, max(total, 1))
-                self._on(ordinal, functools.partial(limit_to, max(total, 1)), pool)
+                self._call_on_device(ordinal, functools.partial(limit_to, max(total, 1)), pool)
             held += total
         return held
 
-    def _make_room(self, ordinal: int) -> bool:
-        """Raise the pool's limit by the bytes that former pools have released. Whether that raised it."""
+    def _raise_limit(self, ordinal: int) -> bool:
+        """Raise the pool's limit by the bytes that former pools have released. Returns whether the limit rose."""
         with self._lock:
             uuid = self._uuid(ordinal)
             if not self._former or ordinal not in self._limited or uuid not in self._caps:
                 return False
-            self._hold(ordinal)
+            self._enforce_limit(ordinal)
             before, limit = self._limited[ordinal]
-            cap = max(self._caps[uuid] - self._elsewhere(ordinal), 1)
+            cap = max(self._caps[uuid] - self._held_by_former_pools(ordinal), 1)
             most = min(cap, before or cap)
             if most <= limit:
                 return False
-            self._note(ordinal, before, most)
+            self._record_limit(ordinal, before, most)
             self._pool.set_limit(size=most)
             return True
 
-    def _note(self, ordinal: int, before: int, limit: int) -> None:
-        """Record the limit set on a device, and the user's own."""
+    def _record_limit(self, ordinal: int, before: int, limit: int) -> None:
+        """Record the limit that memguard set on a device, and the user's own."""
         self._limited[ordinal] = (before, limit)
         limits = {limit for _, limit in self._limited.values()}
         self._limit, self._safe = (limit, limit - SMALL) if len(limits) == 1 else (-1, -1)
@@ -164,12 +167,12 @@ class Limits(Framework):
             f"remove it, lower it, or raise frameworks.cupy in the budget to at least {-(-limit // MIB)}MiB",
         )
 
-    def _on(self, ordinal: int, ask: Callable[[Any], Any], pool: Any = None) -> Any:
-        """Call `ask` with the pool, or another one, on a device with a context; None without a context."""
+    def _call_on_device(self, ordinal: int, call: Callable[[Any], Any], pool: Any = None) -> Any:
+        """Run `call` with the given or the current pool on a device; None if the device has no context."""
         with contexts.pushed(ordinal) as there:
-            return ask(self._asked(sys.modules["cupy"]) if pool is None else pool) if there else None
+            return call(self._queried_pool(sys.modules["cupy"]) if pool is None else pool) if there else None
 
-    def _asked(self, cupy: Any) -> Any:
+    def _queried_pool(self, cupy: Any) -> Any:
         """The capped pool, else CuPy's allocator if that is a pool, else the default pool."""
         pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None)
         known = isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool))
@@ -180,7 +183,7 @@ class Limits(Framework):
         return next((uuid for uuid, number in self._by_uuid().items() if number == ordinal), "")
 
     def _by_uuid(self) -> dict[str, int]:
-        """CUDA's ordinal by UUID. Only once CUDA is initialised."""
+        """CUDA's ordinal by UUID. CUDA must be initialised."""
         if not self._ordinals:
             self._ordinals = contexts.ordinals()
         return self._ordinals

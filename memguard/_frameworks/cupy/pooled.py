@@ -1,11 +1,11 @@
-"""CuPy in the shared pool: its own `MemoryAsync`, which allocates from the device's current pool.
+"""CuPy in the shared pool, through its own `MemoryAsync`, which allocates from the device's current pool.
 
-memguard does not use `cupy.cuda.MemoryAsyncPool`: its constructor creates a context on every GPU (`cudaSetDevice`, read
-in its source), and its figures include all frameworks of the pool. CuPy's own code allocates on its current stream and
-frees on the same stream. memguard counts the live allocations, as CuPy rounds them.
+memguard does not use `cupy.cuda.MemoryAsyncPool`: by its source, the constructor creates a context on every GPU
+(`cudaSetDevice`), and its figures include all frameworks of the pool. CuPy's own code allocates on its current stream
+and frees on the same stream. memguard counts the live allocations, rounded as CuPy rounds them.
 
 After the driver refuses a request, the allocator synchronises CuPy's stream and retries, as CuPy's own async pool does:
-blocks freed on that stream are then available.
+then the blocks freed on that stream are available.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage
+from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
 from memguard._frameworks.cupy.adapter import CuPy, _imported, _named, _replaced
@@ -40,7 +41,7 @@ class PooledCuPy(PooledCapped, CuPy):
     def _live(self, module: Any) -> bool:
         return bool(self._live_sizes) or (not self._caps and super()._live(module))
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         cupy: Any = sys.modules["cupy"]
         before = cupy.cuda.get_allocator()
         pool = getattr(before, "__self__", None)
@@ -53,30 +54,26 @@ class PooledCuPy(PooledCapped, CuPy):
             self._refuse_what_it_holds(pool)
         self._caps, replaced = dict(caps), Replacements()
         self._raw_set = cupy.cuda.set_allocator
-        self._asked_for = before
+        self._user_allocator = before
 
-        def undo() -> None:
+        def restore() -> None:
             replaced.undo()
             ours, self._caps = self._allocate, {}
             self.shared_pool.forget(self.name)
             if ours is not None and cupy.cuda.get_allocator() is ours:
-                self._set_allocator(self._asked_for)
+                self._set_allocator(self._user_allocator)
             self._allocate = None
 
-        self.changes.add(self.name, undo)
-        try:
-            self._allocate = self._from_shared_pool(cupy)
-            self.shared_pool.count(self.name, self._counted)
-            self._set_allocator(self._allocate)
-            for owner in (cupy.cuda, cupy.cuda.memory):
-                replaced.put(owner, "set_allocator", lambda original: self._later(original, cupy))
-        except BaseException:
-            undo()
-            raise
-        return Applied(Enforcement.ENFORCED, undo)
+        undo.add(self.name, restore)
+        self._allocate = self._from_shared_pool(cupy)
+        self.shared_pool.count(self.name, self._counted)
+        self._set_allocator(self._allocate)
+        for owner in (cupy.cuda, cupy.cuda.memory):
+            replaced.put(owner, "set_allocator", lambda original: self._wrap_set_allocator(original, cupy))
+        return Applied(Enforcement.ENFORCED)
 
     def usage(self, device: Device) -> Usage | None:
-        """Live bytes; the cache belongs to the whole pool. None if CuPy has allocated nothing on the GPU."""
+        """CuPy's live bytes; the cache belongs to the whole pool. None if CuPy has allocated nothing on the GPU."""
         if not self._live_sizes:
             return None
         live = self._live_sizes.get(self._by_uuid().get(device.uuid, -1))
@@ -86,7 +83,7 @@ class PooledCuPy(PooledCapped, CuPy):
         return Usage(in_use, in_use, 0)
 
     def trim(self, device: Device) -> None:
-        """Release the pool's idle memory to the driver, after CuPy's stream has run."""
+        """Synchronise CuPy's stream, then release the pool's idle memory to the driver."""
         cupy = _imported()
         ordinal = self._by_uuid().get(device.uuid) if contexts.initialised() else None
         if cupy is None or ordinal not in self._live_sizes:
@@ -114,13 +111,13 @@ class PooledCuPy(PooledCapped, CuPy):
         return 0 if live is None else _total(live)
 
     def _from_shared_pool(self, cupy: Any) -> Callable[[int], Any]:
-        """CuPy's allocator: `cupy.cuda.malloc_async`, counted."""
+        """Create CuPy's allocator: `cupy.cuda.malloc_async`, with a count of the live allocations."""
         memory, error_of_driver = cupy.cuda.memory, cupy.cuda.runtime.CUDARuntimeError
         here, stream_here, known = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream, self._live_sizes
         pointer, capped = memory.MemoryPointer, self.shared_pool.capped
 
         class Counted(memory.MemoryAsync):  # type: ignore[name-defined, misc]
-            """An allocation in the shared pool. memguard counts it from before its creation until CuPy frees it."""
+            """An allocation in the shared pool. memguard counts it until CuPy frees it."""
 
             _among: dict[int, int] | None = None
 
@@ -132,11 +129,11 @@ class PooledCuPy(PooledCapped, CuPy):
 
             def __del__(self) -> None:
                 if suspension.now is not None:  # `cudaFreeAsync` would block this thread until the resume
-                    suspension.put_off(self._ends)
+                    suspension.defer(self._ends)
                 else:
                     self._ends()
 
-            def _ends(self) -> None:  # before CuPy frees it: afterwards another allocation may get the address
+            def _ends(self) -> None:  # before CuPy frees it, as another allocation may get the address afterwards
                 if self._among is not None:
                     self._among.pop(self.ptr, None)
                 inherited = getattr(super(), "__del__", None)
@@ -144,7 +141,7 @@ class PooledCuPy(PooledCapped, CuPy):
                     inherited()
 
         def take(size: int, ordinal: int, live: dict[int, int]) -> Any:
-            """An allocation; None if the pool has no room."""
+            """Allocate; None if the pool has no room."""
             claim, limit = None, None if capped else self.shared_pool.limit(self._uuid(ordinal))
             if limit is not None and (claim := limit.take(size)) is None:
                 return None
@@ -168,19 +165,19 @@ class PooledCuPy(PooledCapped, CuPy):
             taken = take(rounded, ordinal, live)
             if taken is not None:
                 return taken
-            return self._again(cupy, ordinal, size, lambda: take(rounded, ordinal, live))
+            return self._retry(cupy, ordinal, size, lambda: take(rounded, ordinal, live))
 
         return allocate
 
     def _begin(self, cupy: Any, ordinal: int) -> dict[int, int]:
-        """Make the pool current before the first allocation on a GPU. Returns the GPU's live sizes."""
+        """Before the first allocation on a GPU: make the pool current. Returns the GPU's live sizes."""
         uuid = self._uuid(ordinal)
         if uuid not in self._caps and self._caps:
-            self._say(f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there")
+            self._add_note(f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there")
         self.shared_pool.use(self.name, uuid, ordinal)
         return self._live_sizes.setdefault(ordinal, {})
 
-    def _again(self, cupy: Any, ordinal: int, size: int, take: Callable[[], Any]) -> Any:
+    def _retry(self, cupy: Any, ordinal: int, size: int, take: Callable[[], Any]) -> Any:
         """Retry a refused request. Raises CuPy's own error after reporting the refusal."""
         uuid = self._uuid(ordinal)
         for _ in range(MOST_TIMES):
@@ -189,27 +186,28 @@ class PooledCuPy(PooledCapped, CuPy):
             cupy.cuda.get_current_stream().synchronize()
             if (memory := take()) is not None:
                 return memory
-            if not self._short(self._shortage_on(uuid, size, self._caps)):
+            if not self._request_room(self._shortage_on(uuid, size, self._caps)):
                 break
-        raise self._refusal(cupy, uuid, size)  # made in a call: no frame keeps the error alive
+        raise self._refusal(cupy, uuid, size)  # created by a call, so that no frame keeps the error alive
 
     def _refusal(self, cupy: Any, uuid: str, size: int) -> BaseException:
-        """CuPy's own error, after reporting the refusal."""
+        """Report the refusal. Returns CuPy's own error."""
         held, _ = self.shared_pool.figures(uuid) or (0, 0)
         error = cupy.cuda.memory.OutOfMemoryError(size, held, self._caps.get(uuid, 0))
-        return self._told_on(uuid, error, size, self._caps)
+        return self._with_reported_refusal(uuid, error, size, self._caps)
 
-    def _later(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
-        """Accept an async pool that the user sets later, which uses the same pool; report any other at once."""
+    def _wrap_set_allocator(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
+        """Accept an async pool that the user sets later, as it uses the same driver pool; warn at once of any other
+        allocator."""
 
         def set_allocator(allocator: Any = None) -> None:
             pool = getattr(allocator, "__self__", None)
             if isinstance(pool, cupy.cuda.MemoryAsyncPool) and self._allocate is not None:
                 original(self._allocate)
-                self._asked_for = allocator
+                self._user_allocator = allocator
             else:
                 original(allocator)
-            self._changed()
+            self._check_drift_now()
 
         return set_allocator
 
@@ -231,5 +229,5 @@ class PooledCuPy(PooledCapped, CuPy):
 
 
 def _total(live: dict[int, int]) -> int:
-    """The sum of the sizes. One C call, hence atomic."""
+    """The sum of the sizes, in one C call, hence atomic."""
     return sum(live.values())

@@ -1,4 +1,4 @@
-"""The doctor's probe of CuPy."""
+"""The doctor's probe for CuPy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def probe(report: ProbeReport) -> None:
-    """Import CuPy, allocate and compute. Also compiles a small kernel (NVRTC), without writing to the user's cache."""
+    """Import CuPy, allocate and compute. This compiles a small kernel (NVRTC) without writing to the user's cache."""
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
     with report.stage("import"):
         import cupy

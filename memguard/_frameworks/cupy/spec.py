@@ -14,7 +14,7 @@ SPEC = FrameworkSpec(
     tells_peak=False,
     exchanged=Exchanged("CuPyArrays", short=("cp",), packages=("cupyx",), compacts=True),
     pooled="PooledCuPy",
-    # 94 MiB in a process with other frameworks, 60 more with cuBLAS, 24 with cuFFT, 100 with cuSOLVER.
+    # 94 MiB in a process with other frameworks; cuBLAS adds 60, cuFFT 24, cuSOLVER 100.
     modules=262 * MIB,
     workspace=320 * MIB,
     first_uses=(("cublas", 60 * MIB), ("cufft", 24 * MIB), ("cusolver", 100 * MIB)),
@@ -31,5 +31,5 @@ SPEC = FrameworkSpec(
     figures=(("held", r"allocated so far: ([\d,]+ bytes)"),),
     install="cupy-cuda13x",
     own_trim="cupy.get_default_memory_pool().free_all_blocks()",
-    asks=True,
+    requests_room=True,
 )

@@ -1,16 +1,17 @@
-"""JAX: capped by `memory_fraction`, a client option that its GPU backend reads at its start; preallocation is off.
+"""Caps JAX by `memory_fraction`, a client option that its GPU backend reads at its start, without preallocation.
 
-Measured: the fraction is of the memory available to CUDA. JAX reads it once, when the backend starts; nothing changes
-or shrinks the pool afterwards. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The client options
-override the environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the GPU backend
-does not load and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit, `vmm` has one and
-reports no figures (see JAX's row). An out-of-memory error takes 10 s to appear.
+Measured: the fraction refers to the memory available to CUDA. JAX reads it once, when the backend starts; afterwards
+the limit is fixed, and the pool never shrinks. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The
+client options override the environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the
+GPU backend does not load, and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit,
+`vmm` has one and reports no figures (see JAX's row). An out-of-memory error takes 10 s to appear.
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import os
@@ -23,8 +24,9 @@ from types import ModuleType
 from typing import Any
 
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
+from memguard._base.undo import Undo
 from memguard._base.units import MIB, format_size, round_up
-from memguard._frameworks.base import Framework, accept_standing, weakly
+from memguard._frameworks.base import Framework, accept_permanent_limits, weak_reference
 from memguard._frameworks.jax.spec import SPEC
 from memguard._frameworks.replacements import Replacements
 from memguard.errors import CapNotApplied, ConflictingSetting
@@ -35,8 +37,8 @@ _FRACTION, _DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACT
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPEC.allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
-standing_caps: dict[str, int] = {}
-"""JAX's caps at its start, by device UUID. They stay until the process ends."""
+permanent_caps: dict[str, int] = {}
+"""JAX's caps at its start, by device UUID, which stay until the process ends."""
 
 
 class JAX(Framework):
@@ -51,13 +53,13 @@ class JAX(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] | None = None
         self._options: dict[str, Any] = {}
-        self._lost: list[Drift] = []  # the drift found
-        self._settled: weakref.ref[Any] | None = None  # the started backend whose drift is final
-        self._asked: Any = None  # the user's options
-        self._places: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, GPU's position in it
+        self._last_drift: list[Drift] = []  # the drift at the last check
+        self._final_backend: weakref.ref[Any] | None = None  # the started backend for which `_last_drift` is final
+        self._user_options: Any = None
+        self._positions: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, position of the GPU
 
     def why_absent(self) -> str | None:
-        """Not installed, no CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
+        """Not installed, without a CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -73,12 +75,12 @@ class JAX(Framework):
     def _live(self, module: ModuleType) -> bool:
         return live_client() is not None
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         jax: Any = sys.modules["jax"]
         if live_client() is not None:
-            standing = {uuid: (cap, cap) for uuid, cap in standing_caps.items()}
-            applied = accept_standing(self.name, "JAX", "pool", standing, caps)
-            self._caps, self._settled = dict(caps), None
+            standing = {uuid: (cap, cap) for uuid, cap in permanent_caps.items()}
+            applied = accept_permanent_limits(self.name, "JAX", "pool", standing, caps)
+            self._caps, self._final_backend = dict(caps), None
             return applied
         if not hasattr(jax.config, _OPTIONS):
             raise CapNotApplied(
@@ -92,23 +94,13 @@ class JAX(Framework):
             raise CapNotApplied(self.name, "no GPU of the budget is visible", "check CUDA_VISIBLE_DEVICES")
         fraction = min(_fraction(caps[uuid], total) for uuid, total in usable.items())
         if len({_fraction(caps[uuid], total) for uuid, total in usable.items()}) > 1:
-            self._say("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
+            self._add_note("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
-        wanted.setdefault("allocator", self._allocator)  # overrides a later XLA_PYTHON_CLIENT_ALLOCATOR
+        wanted.setdefault("allocator", self._allocator)  # overrides XLA_PYTHON_CLIENT_ALLOCATOR, even if set later
+        self._options, self._user_options = wanted, before
         replaced = Replacements()
-        self._options, self._asked = wanted, before
-
-        def undo() -> None:
-            replaced.undo()
-            if live_client() is not None:
-                standing_caps.update(self._caps)
-                raise CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
-            if getattr(jax.config, _OPTIONS) == self._options:
-                jax.config.update(_OPTIONS, self._asked)
-            self._caps = {}
-
-        self.changes.add(self.name, undo)
+        undo.add(self.name, functools.partial(self._restore, jax, replaced))
         jax.config.update(_OPTIONS, wanted)
         found = getattr(jax.config, _OPTIONS)
         if found != wanted:
@@ -118,50 +110,59 @@ class JAX(Framework):
                 f"the options read back as {found!r}",
                 "report this with the version; until then leave jax out of the budget",
             )
-        self._caps, self._settled = dict(caps), None
+        self._caps, self._final_backend = dict(caps), None
+        replaced.put(type(jax.config), "update", lambda original: self._wrap_config_update(original, wanted, usable))
+        return Applied(Enforcement.ENFORCED)
 
-        try:
-            replaced.put(type(jax.config), "update", lambda original: self._held(original, wanted, usable))
-        except BaseException:
-            undo()
-            raise
-        return Applied(Enforcement.ENFORCED, undo)
+    def _restore(self, jax: Any, replaced: Replacements) -> None:
+        """Restore the user's options. Raises CapNotApplied if the backend has started."""
+        replaced.undo()
+        if live_client() is not None:
+            raise self._kept()
+        if getattr(jax.config, _OPTIONS) == self._options:
+            jax.config.update(_OPTIONS, self._user_options)
+        self._caps = {}
+
+    def _kept(self) -> CapNotApplied:
+        """Record the caps that stay until the process ends. Returns the error that reports them."""
+        permanent_caps.update(self._caps)
+        return CapNotApplied(self.name, "its backend has started; its limit stays", "restart the process")
 
     def usage(self, device: Device) -> Usage | None:
-        """From `memory_stats()` of the live backend (1.4 µs); `pool_bytes` is the held memory."""
-        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # as `live_client`
+        """Usage from the live backend's `memory_stats()` (1.4 µs); `pool_bytes` is the held memory."""
+        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # inlines `live_client`
         client = backends.get("cuda") if isinstance(backends, dict) else None
         if client is None:
             return None
-        # The cache holds positions: JAX's devices do not support weak references, and a strong one would keep their
-        # backend alive.
-        backend, place = self._places.get(device.uuid, _NOWHERE)
+        # The cache stores positions instead of devices: JAX's devices do not support weak references, and a strong one
+        # would keep the backend alive.
+        backend, place = self._positions.get(device.uuid, _NOWHERE)
         known = backend() is client
         if known:
             found = client.local_devices()[place]
         else:
-            found, unknown = self._found(client, device.uuid)
+            found, unknown = self._device_by_uuid(client, device.uuid)
             if found is None:
                 return Usage(None, None) if unknown else None
         stats = found.memory_stats()
-        if not stats or "pool_bytes" not in stats:  # not BFC: the other allocators have no pool
+        if not stats or "pool_bytes" not in stats:  # another allocator than BFC, without a pool
             return Usage(None, (stats or {}).get("bytes_in_use"))
         return usage_of((stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"]))
 
-    def _found(self, client: Any, wanted: str) -> tuple[Any, bool]:
-        """The client's device with that UUID; if there is none, whether a device's UUID is unknown."""
+    def _device_by_uuid(self, client: Any, wanted: str) -> tuple[Any, bool]:
+        """The client's device with that UUID or None, and whether one of the searched devices has an unknown UUID."""
         known, unknown = self._numbering(), False
         for position, local in enumerate(client.local_devices()):
             uuid = known.get(_ordinal(local), "")
             if uuid == wanted:
-                if (reference := weakly(client)) is not None:
-                    self._places[wanted] = reference, position
+                if (reference := weak_reference(client)) is not None:
+                    self._positions[wanted] = reference, position
                 return local, False
             unknown = unknown or not uuid
         return None, unknown
 
     def trim(self, device: Device) -> None:
-        """Does nothing: XLA's pool cannot be shrunk from outside."""
+        """Does nothing, as XLA has no function to shrink its pool."""
 
     def resize(self, caps: Mapping[str, int]) -> None:
         raise CapNotApplied(
@@ -182,8 +183,9 @@ class JAX(Framework):
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
             change = f"its {_OPTIONS} were changed after memguard.init"
             return [Drift(change, "the cap will not hold")] if lost else []
-        if self._settled is None or self._settled() is not client:  # a limit never changes after the backend's start
-            self._lost = [
+        # A limit never changes after the backend's start.
+        if self._final_backend is None or self._final_backend() is not client:
+            self._last_drift = [
                 Drift(
                     f"its backend started {f'with a limit of {format_size(limit)}' if limit else 'without a limit'} "
                     f"on cuda:{ordinal}, but its cap is {format_size(cap)}"
@@ -191,8 +193,8 @@ class JAX(Framework):
                 for ordinal, (limit, cap) in self._limits().items()
                 if not 0 < limit <= cap
             ]
-            self._settled = weakly(client)
-        return self._lost
+            self._final_backend = weak_reference(client)
+        return self._last_drift
 
     def forked(self) -> None:
         self._caps = {}  # the child's own settings apply
@@ -215,25 +217,25 @@ class JAX(Framework):
             (_ALLOCATORS.variable, os.environ.get(_ALLOCATORS.variable, "")),
             (f"{_OPTIONS} allocator", str(own.get("allocator", ""))),
         ):
-            why = self._why_not(value)
+            why = self._why_uncapped(value)
             if why is not None:
                 raise ConflictingSetting(
                     self.name, f"{setting}={value}", why, f"unset it, so that JAX uses its allocator {self._allocator}"
                 )
 
-    def _why_not(self, allocator: str) -> str | None:
+    def _why_uncapped(self, allocator: str) -> str | None:
         """Why this allocator cannot be used; None if it can."""
         return _ALLOCATORS.why_uncapped(allocator)
 
-    def _held(
+    def _wrap_config_update(
         self, original: Callable[..., Any], cap: Mapping[str, Any], usable: Mapping[str, int]
     ) -> Callable[..., Any]:
-        """A `jax.config.update` that keeps the client's options within the cap, until the backend has read them."""
+        """Wrap `jax.config.update` to keep the client's options within the cap, until the backend has read them."""
 
         def update(config: Any, name: str, val: Any) -> Any:
             if name != _OPTIONS or not self._caps or live_client() is not None:
                 return original(config, name, val)
-            original(config, name, val)  # JAX's own error for an invalid value
+            original(config, name, val)  # JAX raises its own error for an invalid value
             theirs, lost = as_mapping(val), []
             held = {**theirs, "memory_fraction": cap["memory_fraction"], "allocator": cap["allocator"]}
             held.setdefault("preallocate", cap["preallocate"])
@@ -247,11 +249,11 @@ class JAX(Framework):
             elif fraction is not None:
                 lost.append(f"memory_fraction={fraction}")
             allocator = theirs.get("allocator")
-            if allocator is not None and self._why_not(str(allocator)) is None:
+            if allocator is not None and self._why_uncapped(str(allocator)) is None:
                 held["allocator"] = allocator
             elif allocator is not None:
                 lost.append(f"allocator={allocator}")
-            self._asked, self._options = val, held
+            self._user_options, self._options = val, held
             original(config, name, held)
             if lost:
                 size = min(self._caps[uuid] for uuid in usable)
@@ -265,7 +267,7 @@ class JAX(Framework):
     def _stricter(
         self, fraction: float, own: Mapping[str, Any], usable: Mapping[str, int], caps: Mapping[str, int]
     ) -> float:
-        """The stricter of the cap's fraction and the user's; ConflictingSetting if the user's is looser."""
+        """The stricter of the cap's fraction and the user's. Raises ConflictingSetting if the user's is looser."""
         name = next((n for n in (_FRACTION, _DEPRECATED) if os.environ.get(n)), "")
         given = [(f"{_OPTIONS} memory_fraction", own.get("memory_fraction")), (name, os.environ.get(name))]
         for setting, value in given:
@@ -288,21 +290,21 @@ class JAX(Framework):
                     f"unset it, lower it, or raise frameworks.jax in the budget to at least {-(-most // MIB)}MiB",
                 )
             if theirs < fraction:
-                self._say(f"jax: its own {setting}={value} is stricter than the cap and stays")
+                self._add_note(f"jax: its own {setting}={value} is stricter than the cap and stays")
                 fraction = theirs
         return fraction
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        """False, unless the user requested it: JAX then allocates its whole cap when its backend starts."""
+        """Whether the user requested preallocation: JAX then allocates its whole cap when its backend starts."""
         asked = own.get("preallocate", os.environ.get(_PREALLOCATE) or None)
         if asked is None or str(asked) in ("false", "False", "0"):
             return False
         setting = f"{_OPTIONS} preallocate" if "preallocate" in own else _PREALLOCATE
-        self._say(f"jax: {setting} stays, so JAX takes its whole cap when its backend starts")
+        self._add_note(f"jax: {setting} stays, so JAX takes its whole cap when its backend starts")
         return True
 
-    def _locals(self) -> list[tuple[Any, str]]:
-        """The devices of a live backend, each with its UUID, or "" if unknown. JAX numbers devices as CUDA does."""
+    def _local_devices(self) -> list[tuple[Any, str]]:
+        """The devices of a live backend, each with its UUID ("" if unknown). JAX numbers devices as CUDA does."""
         client = live_client()
         if client is None:
             return []
@@ -310,7 +312,7 @@ class JAX(Framework):
         return [(found, known.get(_ordinal(found), "")) for found in client.local_devices()]
 
     def _numbering(self) -> dict[int, str]:
-        """The UUIDs by JAX's device number, which is CUDA's ordinal."""
+        """UUIDs by JAX's device number, which is CUDA's ordinal."""
         if self._by_ordinal is None:
             known = self.host.devices(ordinals=True)
             self._by_ordinal = {d.ordinal: d.uuid for d in known if d.ordinal is not None}
@@ -319,10 +321,10 @@ class JAX(Framework):
         return self._by_ordinal
 
     def _limits(self) -> dict[int, tuple[int, int]]:
-        """By ordinal: the live backend's limit, and its cap, in bytes."""
+        """By ordinal: the live backend's limit and its cap, in bytes."""
         return {
             _ordinal(found): ((found.memory_stats() or {}).get("bytes_limit", 0), self._caps[uuid])
-            for found, uuid in self._locals()
+            for found, uuid in self._local_devices()
             if uuid in self._caps
         }
 

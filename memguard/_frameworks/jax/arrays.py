@@ -1,7 +1,8 @@
-"""JAX's arrays, shared through DLPack. XLA rejects addresses that are no multiple of 16 at first use (measured).
+"""The exchange adapter of JAX's arrays, through DLPack.
 
-JAX orders its own work: `__dlpack__(stream=...)` makes a stream wait for the array, and `from_dlpack` names the stream
-that JAX will use. The lifetime keeps the capsule: while it exists, JAX refuses to donate the array.
+XLA rejects addresses that are not multiples of 16 when it first uses the array (measured). JAX orders work itself:
+`__dlpack__(stream=...)` makes a stream wait for the array, and `from_dlpack` passes the stream that JAX will use. The
+lifetime references the capsule: while that exists, JAX refuses to donate the array.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any, ClassVar
 
 from memguard._devices import streams
 from memguard._frameworks.arrays import dlpack
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import DTYPES, View, dtype_name, new_view, row_major
@@ -40,13 +41,13 @@ class JAXArrays(Arrays):
     waits: ClassVar[str] = "stream"
     takes_stream: ClassVar[bool] = False
     immutable: ClassVar[bool] = True
-    direct: ClassVar[bool] = False  # 57 GB/s (measured on two H200s with peer access): its copy method is undocumented
+    direct: ClassVar[bool] = False  # 57 GB/s (measured on two H200s with peer access); its copy method is undocumented
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, sys.modules["jax"].Array)
 
     def owns_all_of(self, cls: type) -> bool:
-        """Not for a tracer, whose value decides whether it is an array."""
+        """False for tracers: `owns` depends on the tracer's value."""
         return cls.__name__ == "ArrayImpl"
 
     def offer(self, x: Any) -> Offer:
@@ -85,7 +86,7 @@ class JAXArrays(Arrays):
             raise streams.Captured("a CUDA graph is being captured: it cannot wait for JAX")
         owner.append(_capsule(owner[0], stream))
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
         import jax
 
         if view.dtype in _WIDE and not jax.config.jax_enable_x64:
@@ -101,7 +102,7 @@ class JAXArrays(Arrays):
                 "hand it over outside jax.jit, and pass it as an argument",
             )
         exporter = _NoWaitExporter if lifetime.offer.done else dlpack.Exporter
-        array = jax.dlpack.from_dlpack(exporter(view, lifetime, view.device, before))
+        array = jax.dlpack.from_dlpack(exporter(view, lifetime, view.device, make_wait))
         if view.size and array.unsafe_buffer_pointer() != view.address:
             raise CannotShare(
                 lifetime.offer.producer,
@@ -142,12 +143,13 @@ class JAXArrays(Arrays):
 
 
 def _capsule(x: Any, stream: int | None) -> Any:
-    """JAX's capsule. `stream` (None: the host) waits for the array."""
+    """Create JAX's capsule. `stream` (None: the host) waits for the array."""
     return x.__dlpack__() if stream is None else x.__dlpack__(stream=stream)
 
 
 def _strides(x: Any, shape: tuple[int, ...], ordinal: int | None) -> tuple[int, ...]:
-    """The strides from JAX's layout, or from the capsule: an array imported transposed stays transposed in memory."""
+    """The array's strides, from JAX's layout or from the capsule. An array imported with a transposed layout keeps that
+    layout."""
     try:
         order = x.format.layout.major_to_minor
     except AttributeError:  # JAX before 0.7
@@ -159,16 +161,16 @@ def _strides(x: Any, shape: tuple[int, ...], ordinal: int | None) -> tuple[int, 
 
 
 def _tracing() -> bool:
-    """Whether this thread is tracing a function. False without JAX's private function for it."""
+    """Whether this thread is tracing a function. False if this JAX lacks the private function that tells so."""
     clean = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", None)
     return clean is not None and not clean()
 
 
 class _NoWaitExporter(dlpack.Exporter):
-    """Exports memory whose values are computed already.
+    """Exports memory whose work is done.
 
-    JAX recognises TensorFlow's tensors by their class name, and prepares no stream for them. Under that name an import
-    takes half the time. It works under any other name, too.
+    JAX recognises TensorFlow's tensors by their class name, and prepares no stream for them. With that name an import
+    takes half the time. With any other name it works too.
     """
 
 

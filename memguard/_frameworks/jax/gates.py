@@ -1,7 +1,7 @@
-"""The functions of JAX that wait while the process is off its GPUs.
+"""The functions of JAX that wait while the process is suspended.
 
-A compiled function that ran before runs again without Python code (`PjitFunction`): its launch waits in the driver. So
-do arithmetic operators. Python code waits for their results. Whether JAX releases the GIL was not read or measured.
+A compiled function that ran before runs again without Python code (`PjitFunction`), as do arithmetic operators: their
+launch waits in the driver, ungated. Reading their results is gated. It is unknown whether JAX releases the GIL.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 from importlib.util import find_spec
 from typing import Any
 
-from memguard._frameworks.optional_modules import Gates, Native, entries, kinds
+from memguard._frameworks.optional_modules import Gates, NativeThread, entries, kinds
 
 
 def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -39,7 +39,7 @@ def gpu_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def with_gpu() -> bool:
-    """Whether JAX has GPUs in use."""
+    """Whether JAX uses GPUs."""
     return any(one.platform != "cpu" for one in _clients())
 
 
@@ -53,7 +53,7 @@ def first_use(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def programs() -> object:
-    """Each compiled program, kept alive: when JAX drops one from its caches, the driver unloads its module."""
+    """All compiled programs, to keep them alive: when JAX drops one from its caches, the driver unloads its module."""
     return [client.live_executables() for client in _clients()]
 
 
@@ -109,13 +109,13 @@ GATES = (
             ),
             *entries("jax", "crash", "cuModuleUnload", "clear_caches", touches=gpu_live),
         ),
-        kept=kinds(_JAXLIB, "cuModuleUnload crashes", "LoadedExecutable"),
+        kept_alive=kinds(_JAXLIB, "cuModuleUnload crashes", "LoadedExecutable"),
         holds=programs,
-        # Read in XLA's sources of 2026 (stream_executor/cuda: host_callback_registry.cc, cuda_executor.h,
-        # cuda_stream.cc): a monitor thread polls each stream every 5 s. It looks only for errors, so a completed and a
-        # running stream are equivalent.
-        natives=(Native("xla_cuda_plugin.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", with_gpu),),
-        left=(
+        # From XLA's sources of 2026 (stream_executor/cuda: host_callback_registry.cc, cuda_executor.h, cuda_stream.cc):
+        # a monitor thread polls each stream every 5 s. It checks only for errors, and treats a completed stream like a
+        # running one.
+        natives=(NativeThread("xla_cuda_plugin.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", with_gpu),),
+        not_gated=(
             "jax: a compiled function that ran before, and operators: the launch waits in the driver",
             "jax: a program that is compiled anew while suspended waits, and is not kept alive",
         ),

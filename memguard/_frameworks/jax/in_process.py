@@ -1,4 +1,4 @@
-"""Facts of a process that has imported JAX."""
+"""Reads facts of a process that has imported JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _ranks(modules: Modules) -> int | None:
 
 
 def _swapped(modules: Modules) -> str | None:
-    """The allocator in its client options, if it cannot be capped."""
+    """The allocator in JAX's client options, if it cannot be capped."""
     from memguard._frameworks.jax.adapter import as_mapping
 
     options = modules["jax"].config.jax_pjrt_client_create_options if "jax" in modules else None

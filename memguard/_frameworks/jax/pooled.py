@@ -1,4 +1,4 @@
-"""JAX in the shared pool: its allocator `cuda_async`, on the device's default pool. Watched.
+"""JAX in the shared pool, through its allocator `cuda_async` on the device's default pool. Watched.
 
 Measured on an H200: JAX allocates from the default pool whichever pool is current, its fraction does not cap it there,
 and it sets that pool's release threshold to 0.
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memguard._base.types import Applied
+from memguard._base.undo import Undo
 from memguard._frameworks.jax import adapter
 from memguard._frameworks.jax.adapter import JAX
 from memguard._frameworks.pooled import PooledWatched
@@ -21,23 +22,25 @@ class PooledJAX(PooledWatched, JAX):
 
     _allocator = "cuda_async"
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         if adapter.live_client() is not None:
             raise CapNotApplied(
                 self.name,
                 "its backend has started with an allocator, which cannot change",
                 "call memguard.init() before JAX's first operation, or write 'strategy: caps'",
             )
-        before = dict(adapter.standing_caps)
-        applied = super().apply(caps, options)
+        applied = super().apply(caps, options, undo)
         note = "jax: watched, not capped: it draws from the device's default pool, where its fraction is no limit"
-        stays = "its backend has started and stays on the default pool"
-        return self._watched(applied, adapter.standing_caps, before, stays, note)
+        return self._watched(applied, note, undo)
 
-    def _why_not(self, allocator: str) -> str | None:
+    def _kept(self) -> CapNotApplied:
+        """No limit stays."""
+        return CapNotApplied(self.name, "its backend has started and stays on the default pool", "restart the process")
+
+    def _why_uncapped(self, allocator: str) -> str | None:
         if allocator.strip().lower() in ("", self._allocator):
             return None
         return "does not draw from the default pool, which 'strategy: pool' shares"
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        return False  # preallocation would take its part of the pool from the other frameworks
+        return False  # preallocated memory would be missing for the other frameworks

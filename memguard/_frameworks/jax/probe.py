@@ -1,4 +1,4 @@
-"""The doctor's probe of JAX."""
+"""The doctor's probe for JAX."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def probe(report: ProbeReport) -> None:
     """Import JAX, list its devices and compute.
 
-    An error about the environment's settings, for example both memory fractions, belongs to the step `devices`.
+    The step `devices` reports errors in the environment's settings, such as two memory fractions.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     with report.stage("import"):
@@ -26,7 +26,7 @@ def probe(report: ProbeReport) -> None:
         found = [device for device in jax.devices() if device.platform in ("gpu", "cuda")]
         asked = os.environ.get("JAX_PLATFORMS", "")
         if not found and _plugin() and (not asked or "cuda" in asked or "gpu" in asked):
-            found = jax.devices("cuda")  # raises the reason if there is no GPU
+            found = jax.devices("cuda")  # raises an error with the reason if there is no GPU
         report.put(gpus=len(found), multiprocessors=[d.core_count for d in found if hasattr(d, "core_count")])
     if not found:
         return
@@ -38,7 +38,7 @@ def probe(report: ProbeReport) -> None:
 
 
 def _plugin() -> bool:
-    """Whether a CUDA plugin is installed. Does not load it."""
+    """Whether a CUDA plugin is installed. Loads none."""
     import importlib.metadata
     import importlib.util
 
@@ -53,7 +53,8 @@ def _plugin() -> bool:
 
 
 def _versions(report: ProbeReport) -> dict[str, str]:
-    """The versions that JAX compares at its plugin's start. Its module is private: a missing name stays unknown."""
+    """The versions that JAX compares when its plugin starts. The module is private, so a missing name results in an
+    unknown version."""
     try:
         from jax._src.lib import cuda_versions
     except ImportError:
@@ -62,7 +63,7 @@ def _versions(report: ProbeReport) -> dict[str, str]:
     for name, call in (("cuda", "cuda_runtime_build_version"), ("cudnn", "cudnn_build_version")):
         try:
             number = int(getattr(cuda_versions, call)())
-        except Exception:  # there is no plugin
+        except Exception:  # without a plugin
             continue
         found[name] = report.cuda_version(number) if name == "cuda" else report.cudnn_version(number)
     return found

@@ -1,4 +1,4 @@
-"""Counts the bytes that Numba holds: in one context (`Figures`), and in all that share a GPU's cap (`Bank`)."""
+"""Counts Numba's bytes: in one context (`Figures`), and in all contexts that share a GPU's cap (`ManagerGroup`)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import weakref
 from collections import deque
 from typing import Any
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.units import round_up
 from memguard._frameworks.driver_pages import DriverPages, slabs
-from memguard._frameworks.numba.pool import PENDING, USED, Block, Taker
+from memguard._frameworks.numba.pool import PENDING, USED, Block, BlockOwner
 
 
 class Figures:
-    """The bytes of one manager. Callers hold the lock, except for `left` and `freed`.
+    """The bytes of one manager. Callers hold the lock, but for `count_ended` and appends to `freed`.
 
-    `left` and `used` are atomic, as they make no calls: a request of a finalizer or a signal handler finds consistent
-    figures. The next `apply` counts the blocks that the driver freed.
+    `count_ended` and `count_used` make no calls, hence are atomic: an allocation by a finalizer or a signal handler
+    reads consistent figures. The next `apply` removes the blocks that the driver freed.
     """
 
     def __init__(self, uuid: str) -> None:
@@ -26,72 +26,72 @@ class Figures:
         self.blocks: dict[Block, None] = {}
         """All blocks counted in `pages`."""
         self.freed: deque[tuple[Any, Block]] = deque()
-        """Blocks that the driver freed, each after the driver's result."""
-        self._resting: dict[Block, None] = {}  # blocks without an array: their free is pending, or they are pooled
+        """Blocks that the driver freed, as pairs of the driver's result and the block."""
+        self._resting: dict[Block, None] = {}  # blocks without an array: pending or pooled
         self._changes = 0
-        self._reclaimable = (0, 0)  # the number of changes at the last sum, and the sum
+        self._reclaimable = (0, 0)  # `_changes` at the last computation, and its result
 
-    def taken(self, block: Block) -> None:
-        """Count a block that the driver has allocated."""
+    def count_allocated(self, block: Block) -> None:
+        """Count a new block of the driver."""
         pages, size = self.pages, block.size
         whole_pages = round_up(size)
-        # No call in between, so a Ctrl-C finds all of it or nothing.
+        # No call in between: a Ctrl-C comes before all of these changes or after them.
         self.blocks[block] = None
-        pages.coming += whole_pages
-        pages.changes.append((pages.adding, block.address, size))
-        pages.settle()
+        pages.queued += whole_pages
+        pages.changes.append((pages.apply_add, block.address, size))
+        pages.apply_changes()
 
-    def used(self, block: Block, size: int) -> None:
+    def count_used(self, block: Block, size: int) -> None:
         """Count the block's array of `size` bytes."""
         block.state = USED
-        block.asked = size
+        block.requested = size
         self.in_use += size
         self._changes += 1
         if self.in_use > self.peak:
             self.peak = self.in_use
         self._resting.pop(block, None)
 
-    def left(self, block: Block, memory: Taker | None) -> bool:
-        """Count the end of a block's array: the block's free is pending. False if it had no array.
+    def count_ended(self, block: Block, memory: BlockOwner | None) -> bool:
+        """Record that a block's array ended, so that the block's free is pending. False if the block had no array.
 
-        Atomically marks the array's `memory` as freed: the block may soon belong to another array.
+        Atomically marks the array's `memory` as freed, as the block may belong to another array soon.
         """
         if block.state is USED:
             if memory is not None:
                 memory._freed = True
             block.state = PENDING
-            self.in_use -= block.asked
-            block.asked = 0
+            self.in_use -= block.requested
+            block.requested = 0
             self._resting[block] = None
             self._changes += 1
             return True
         return False
 
     def apply(self) -> None:
-        """Count the blocks that the driver freed."""
+        """Stop counting the blocks that the driver freed."""
         freed, pages = self.freed, self.pages
         try:
             while freed:
                 entry = freed[0]
                 block = entry[1]
                 self._resting.pop(block, None)
-                if block in self.blocks:  # else a signal handler counted it first
+                if block in self.blocks:  # otherwise a signal handler has done so
                     del self.blocks[block]
                     self._changes += 1
-                    pages.changes.append((pages.leaving, block.address, block.size))
-                    pages.settle()
+                    pages.changes.append((pages.apply_remove, block.address, block.size))
+                    pages.apply_changes()
                 if freed[0] is entry:
                     freed.popleft()
         except IndexError:
             pass
-        if pages.changes:  # from an interruption by Ctrl-C
-            pages.settle()
+        if pages.changes:  # left over if a Ctrl-C interrupted the last call
+            pages.apply_changes()
 
-    def settle(self, lock: Any) -> None:
-        """`apply` for a reading: only if the lock is free."""
+    def apply_if_unlocked(self, lock: Any) -> None:
+        """Run `apply` for a reading, if no other thread holds the lock."""
         got: list[bool] = []
         try:
-            got.extend(map(lock.acquire, (False,)))  # one call: a Ctrl-C finds it recorded
+            got.extend(map(lock.acquire, (False,)))  # one C call acquires the lock and records it
             if got[0]:
                 self.apply()
         finally:
@@ -107,14 +107,14 @@ class Figures:
         return found
 
 
-class Bank:
-    """The capped managers of one GPU, whose contexts share its cap.
+class ManagerGroup:
+    """The capped memory managers of one GPU. Their contexts share its cap.
 
-    An allocating thread holds the lock, even while it synchronises the GPU. So readings do not take it.
+    An allocating thread holds the lock even while it synchronises the GPU, so readings never wait for the lock.
     """
 
     def __init__(self) -> None:
-        self.lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
+        self.lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
         self.members: weakref.WeakSet[Any] = weakref.WeakSet()
         """The managers that have allocated since their last reset."""
         self.single = True
@@ -128,11 +128,11 @@ class Bank:
         self.single = len(self.members) <= 1
 
     def all(self) -> list[Any]:
-        """The members, safe while another thread adds one."""
+        """The members as a list. Another thread may add one meanwhile."""
         while True:
             try:
                 return list(self.members)
-            except RuntimeError:  # another thread changed it during the iteration
+            except RuntimeError:  # another thread changed the set during the iteration
                 continue
 
     def elsewhere(self, manager: Any) -> int:

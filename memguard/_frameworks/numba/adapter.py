@@ -1,16 +1,16 @@
-"""Numba: a memory manager (EMM plugin) with a cap and a pool, which releases free blocks before it refuses.
+"""Caps Numba by a memory manager (EMM plugin) with a pool, which releases idle blocks before it refuses a request.
 
 Measured: the plugin must be set before Numba creates its context. Numba itself has no pool: each array is one driver
 allocation. Numba defers frees until more than ten, or more than a fifth of the GPU, are pending. The cap counts the
 driver's pages, including those of pending frees and of pooled blocks. `Device.reset()` destroys the memory of every
 framework.
 
-A context created by other code has that code's device object (`CUdevice`, a number, Numba's own object), so memguard
-identifies a GPU by its number. All contexts of one GPU share its cap.
+A context has the device object of the code that created it (`CUdevice`, a number, Numba's own object), so memguard
+identifies a GPU by its ordinal. All contexts of one GPU share its cap.
 
 Outside the cap: context and modules, managed memory, arrays owned by other code (`as_cuda_array`), and copies of host
-arrays passed to a kernel: numba-cuda 0.30.4 allocates them from cuda.core (`_to_strided_memory_view`) and bypasses its
-own memory manager.
+arrays passed to a kernel. numba-cuda 0.30.4 allocates those copies from cuda.core (`_to_strided_memory_view`), which
+bypasses its own memory manager.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
+from memguard._base.undo import Undo
 from memguard._base.units import round_up
 from memguard._devices import contexts
-from memguard._frameworks.base import shortage_of
+from memguard._frameworks.base import attached_shortage
 from memguard._frameworks.numba.contexts import ARRAYS, DRIVER, managers_on, numba_contexts, uuid_of
 from memguard._frameworks.numba.spec import SPEC
 from memguard._frameworks.replacements import Replacements
@@ -35,7 +36,7 @@ from memguard._frameworks.rmm import resource
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 if TYPE_CHECKING:
-    from memguard._frameworks.numba.accounting import Bank
+    from memguard._frameworks.numba.accounting import ManagerGroup
 
 
 class Numba(resource.RmmClient):
@@ -47,10 +48,10 @@ class Numba(resource.RmmClient):
         super().__init__(host)
         self.caps: dict[str, int] = {}
         self._manager: Any = None
-        self._asked: Any = None  # the user's memory manager
+        self._user_manager: Any = None
 
     def why_absent(self) -> str | None:
-        """Not installed, or kept off the GPU by NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM."""
+        """Not installed, or without a GPU because of NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -62,7 +63,7 @@ class Numba(resource.RmmClient):
     def _live(self, module: ModuleType) -> bool:
         return bool(numba_contexts())
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         driver: Any = sys.modules.get(DRIVER)
         needed = (
             "set_memory_manager", "NumbaCUDAMemoryManager", "_memory_manager", "_PendingDeallocs", "CudaAPIError",
@@ -76,7 +77,7 @@ class Numba(resource.RmmClient):
         before = driver._memory_manager
         chosen = str(getattr(getattr(driver, "config", None), "CUDA_MEMORY_MANAGER", "default"))
         if chosen.startswith("rmm") or str(getattr(before, "__module__", "")).startswith("rmm."):
-            return self._apply_rmm(caps)
+            return self._apply_rmm(caps, undo)
         if chosen != "default" or before not in (None, driver.NumbaCUDAMemoryManager):
             setting = f"NUMBA_CUDA_MEMORY_MANAGER={chosen}" if chosen != "default" else f"set_memory_manager({before})"
             raise ConflictingSetting(
@@ -92,27 +93,29 @@ class Numba(resource.RmmClient):
                 "it was live before memguard.init(): its context keeps its memory manager",
                 "call memguard.init() before Numba's first array or kernel",
             )
-        from memguard._frameworks.numba import watch  # imported only after Numba
+        from memguard._frameworks.numba import watch  # needs an imported Numba
         from memguard._frameworks.numba.manager import capped
 
-        manager: Any = type(live[0]) if live else capped(driver)  # from an earlier budget
-        replaced, self._asked = Replacements(), before
+        manager: Any = type(live[0]) if live else capped(driver)  # of an earlier budget
+        replaced, self._user_manager = Replacements(), before
 
-        def undo() -> None:
+        def restore() -> None:
             manager.pooling = False
-            watch.lose(driver)
+            watch.stop_pooling(driver)
             replaced.undo()
             if driver._memory_manager is manager:
-                driver._memory_manager = self._asked
-            manager.memguard = self._manager = None  # contexts created meanwhile keep it; it no longer refuses
-            _give_back(manager.banks)
+                driver._memory_manager = self._user_manager
+            manager.memguard = self._manager = None  # existing contexts keep this manager, which then refuses nothing
+            _free_pooled(manager.groups)
 
         def streams_are_others() -> None:
             if manager.pooling:
                 manager.pooling = False
-                self._say("numba: it works on a stream that is not its own: what it frees goes to the driver, unpooled")
+                self._add_note(
+                    "numba: it works on a stream that is not its own: what it frees goes to the driver, unpooled"
+                )
 
-        self.changes.add(self.name, undo)
+        undo.add(self.name, restore)
         driver.set_memory_manager(manager)
         if driver._memory_manager is not manager:
             driver._memory_manager = before
@@ -122,65 +125,60 @@ class Numba(resource.RmmClient):
                 "report this with the version; until then leave numba out of the budget",
             )
         self.caps, self._manager, manager.memguard = dict(caps), manager, self
-
-        try:
-            for owner in (driver, sys.modules.get("numba.cuda")):
-                replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
-            manager.pooling = watch.watch(driver, replaced, streams_are_others)
-        except BaseException:
-            undo()
-            raise
-        return Applied(Enforcement.ENFORCED, undo)
+        for owner in (driver, sys.modules.get("numba.cuda")):
+            replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
+        manager.pooling = watch.watch(driver, replaced, streams_are_others)
+        return Applied(Enforcement.ENFORCED)
 
     def _set_later(self, original: Callable[..., Any], driver: Any) -> Callable[..., Any]:
         def set_memory_manager(mm_plugin: Any) -> Any:
-            """Numba's own manager means the capped one; another is reported at once, unless no new context can get
-            it."""
+            """Set the capped manager in place of Numba's own. Any other is set as it is; the guard reports at once that
+            the cap does not hold."""
             if self._manager is None or mm_plugin not in (driver.NumbaCUDAMemoryManager, self._manager):
                 answer = original(mm_plugin)
             else:
-                answer, self._asked = original(self._manager), driver.NumbaCUDAMemoryManager
-            self._changed()
+                answer, self._user_manager = original(self._manager), driver.NumbaCUDAMemoryManager
+            self._check_drift_now()
             return answer
 
         return set_memory_manager
 
     def usage(self, device: Device) -> Usage | None:
-        """From memguard's own count of Numba's allocations; None if Numba has no context on the device."""
+        """Usage from memguard's own count of Numba's allocations. None if Numba has no context on the device."""
         managers = managers_on(device.uuid)
         if not managers:
             return None
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         if not isinstance(managers[0], self._manager or ()):
-            return Usage(None, None)  # Numba is not in the budget, or another manager is set: nothing counts its memory
-        bank: Bank = managers[0].bank
+            return Usage(None, None)  # nothing counts its memory: Numba is not in the budget, or another manager is set
+        group: ManagerGroup = managers[0].group
         if managers[0].alone():
             held, in_use, reclaimable, peak = managers[0].usage()
             return usage_of((held, in_use, reclaimable, None, None, peak))
-        found = [manager.usage() for manager in {managers[0], *bank.all()}]
+        found = [manager.usage() for manager in {managers[0], *group.all()}]
         held, in_use, reclaimable, peak = (sum(part) for part in zip(*found, strict=True))
         return Usage(held, in_use, reclaimable, peak=peak)
 
     def trim(self, device: Device) -> None:
-        """Flush the frees pending on the device, and release its pool."""
+        """Flush the pending frees on the device, and release its pool."""
         self._shrink(device, None)
 
-    def give_back(self, device: Device, needed: int) -> None:
-        """Flush the pending frees, then free the fewest pooled blocks with at least `needed` bytes of the driver's
-        pages. The driver synchronises the GPU before each free."""
+    def trim_partly(self, device: Device, needed: int) -> None:
+        """Flush the pending frees, then free the fewest pooled blocks that return at least `needed` bytes to the
+        driver. The driver synchronises the GPU before each free."""
         self._shrink(device, needed)
 
     def _shrink(self, device: Device, needed: int | None) -> None:
-        """`needed`: bytes; None for all."""
+        """Release pending and pooled memory. `needed`: bytes; None for all."""
         for context in numba_contexts():
             manager = context.memory_manager
             pending = getattr(manager, "deallocations", None)
             if pending is not None and uuid_of(context) == device.uuid:
                 with contexts.pushed(int(context.device.id)) as there:
                     if there and isinstance(manager, self._manager or ()):
-                        with manager.bank.lock:  # an allocation may flush them at the same time
-                            got = manager.give_back(needed)
+                        with manager.group.lock:  # a concurrent allocation may flush them too
+                            got = manager.trim_partly(needed)
                         needed = None if needed is None else needed - got
                     elif there:
                         pending.clear()
@@ -189,8 +187,8 @@ class Numba(resource.RmmClient):
 
     @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
-        """Set the cap that the next check reads, even that of a request which has just failed. Pooled blocks above a
-        lower cap serve no request: they must be released."""
+        """Set the cap that the next check reads, including the retry of a request that has just failed. Above a lower
+        cap, pooled blocks serve no request, as they must be released."""
         self.caps = dict(caps)
 
     def footprint(self, size: int) -> int:
@@ -201,7 +199,7 @@ class Numba(resource.RmmClient):
         return None
 
     def uncounted(self) -> str | None:
-        if not hasattr(sys.modules.get(ARRAYS), "_to_strided_memory_view"):  # read in numba-cuda 0.30.4
+        if not hasattr(sys.modules.get(ARRAYS), "_to_strided_memory_view"):  # the name in numba-cuda 0.30.4
             return None
         return "copies of host arrays given to numba's kernels; cuda.to_device counts them"
 
@@ -221,34 +219,35 @@ class Numba(resource.RmmClient):
         if self._manager is None:
             return
         self._manager.pooling = False
-        for bank in self._manager.banks.values():
-            # Another thread of the parent may have held the old lock.
-            bank.lock = ranked(threading.RLock(), Rank.ALLOCATOR)
+        for group in self._manager.groups.values():
+            # Another thread of the parent may hold the old lock.
+            group.lock = ordered(threading.RLock(), LockOrder.ALLOCATOR)
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
-        """Whether room was made for a failed request. Callers have released the count's lock."""
-        shortage = shortage_of(error, self.name, uuid, size)
-        return shortage is not None and uuid in self.caps and not self.capturing() and self._short(shortage)
+        """Request room for a failed request; returns whether room was made. Callers have released the managers'
+        lock."""
+        shortage = attached_shortage(error, self.name, uuid, size)
+        return shortage is not None and uuid in self.caps and not self.capturing() and self._request_room(shortage)
 
-    def tell(self, error: BaseException, uuid: str, size: int) -> None:
-        """Report a refused request. Callers have released the count's lock."""
+    def report_refusal(self, error: BaseException, uuid: str, size: int) -> None:
+        """Report a refused request. Callers have released the managers' lock."""
         if uuid in self.caps:
-            self._refused(error, uuid, size)
+            self._report_refusal(error, uuid, size)
 
-    def _apply_rmm(self, caps: Mapping[str, int]) -> Applied:
+    def _apply_rmm(self, caps: Mapping[str, int], undo: Undo) -> Applied:
         try:
-            return self._limit_rmm(caps)
+            return self._limit_rmm(caps, undo)
         except ImportError as error:
             raise CapNotApplied(
                 self.name, f"it is set to allocate through RMM, but {error}", "unset NUMBA_CUDA_MEMORY_MANAGER"
             ) from error
 
 
-def _give_back(banks: Mapping[str, Bank]) -> None:
-    """Free every pooled block. Never raises: a block that the driver cannot free stays allocated."""
-    for bank in list(banks.values()):
-        with bank.lock, contexts.beside_captures():
-            for manager in bank.all():
+def _free_pooled(groups: Mapping[str, ManagerGroup]) -> None:
+    """Free all pooled blocks. Never raises: a block that the driver cannot free stays allocated."""
+    for group in list(groups.values()):
+        with group.lock, contexts.capture_safe():
+            for manager in group.all():
                 try:
                     manager.drain()
                 except Exception as error:

@@ -1,7 +1,8 @@
-"""Numba's device arrays.
+"""The exchange adapter of Numba's device arrays.
 
-As producer: the consumer waits for the work on the array's stream; without a stream, for all work of the context. As
-consumer: the user's stream waits, and the array names it from then on; without a stream, the host waits.
+If Numba is the producer, the consumer waits for the work on the array's stream, or for all work of the context without
+a stream. If it is the consumer, the user's stream waits and becomes the array's stream; without a stream the host
+waits.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 
 from memguard._devices import contexts, copies, streams
 from memguard._frameworks.arrays import array_interface
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import NUMPY_DTYPES, View
@@ -36,8 +37,8 @@ class NumbaArrays(Arrays):
         view, stream, context = self._interface(x)
         return new_offer(("numba", view, x, stream, context, None, False))
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        before(stream)
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
+        make_wait(stream)
         cuda = sys.modules.get("numba.cuda") or importlib.import_module("numba.cuda")
         return cuda.as_cuda_array(array_interface.WithInterface(view, lifetime, stream), sync=False)
 
@@ -83,8 +84,8 @@ class NumbaArrays(Arrays):
 def _in_order_of_default_stream(cuda: Any) -> bool:
     """Whether the memory manager may reuse memory while work on the default stream still uses it.
 
-    RMM's pools do: their free is only queued on that stream. Numba's own manager waits, and memguard's pool reuses no
-    block with unfinished work.
+    True for RMM's pools, which queue a free on that stream. Numba's own manager waits before a free, and memguard's
+    pool reuses no block with unfinished work.
     """
     driver: Any = sys.modules.get("numba.cuda.cudadrv.driver")
     return not isinstance(cuda.current_context().memory_manager, getattr(driver, "NumbaCUDAMemoryManager", ()))

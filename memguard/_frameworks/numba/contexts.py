@@ -1,4 +1,4 @@
-"""Finds Numba's contexts, their managers and their GPUs. Only reads: it creates no context."""
+"""Finds Numba's contexts, their memory managers and their GPUs. Creates no context."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ ARRAYS = "numba.cuda.cudadrv.devicearray"
 
 
 def numba_contexts() -> list[Any]:
-    """Numba's existing primary contexts. Never creates one."""
+    """Numba's existing primary contexts."""
     module = sys.modules.get(DRIVER)
     devices = getattr(getattr(module, "driver", None), "devices", None) or {}
     return [device.primary_context for device in list(devices.values()) if device.primary_context is not None]
 
 
 def handle_of(context: Any) -> int:
-    """The driver's handle of one of Numba's contexts; 0 if it has none."""
+    """The driver's handle of a Numba context; 0 if it has none."""
     try:
         return int(context.handle)
     except (AttributeError, TypeError, ValueError):
@@ -29,8 +29,8 @@ def handle_of(context: Any) -> int:
 def uuid_of(context: Any) -> str:
     """The UUID of a context's GPU; "" if unknown.
 
-    The context's device is Numba's own object, or an object of the code that created the context: a `CUdevice` of
-    cuda-python, a number of ctypes or a plain number. All are CUDA's ordinals, as are Numba's numbers.
+    The context's device is Numba's own object, or the device object of the code that created the context: a `CUdevice`
+    of cuda-python, a ctypes number or a plain number. Each contains CUDA's ordinal.
     """
     device = context.device
     try:
@@ -38,13 +38,13 @@ def uuid_of(context: Any) -> str:
         if known:
             return _as_nvml(known)
         ordinal = int(getattr(device, "value", getattr(device, "id", device)))
-    except (AttributeError, ReferenceError, TypeError, ValueError):  # the device is gone, or is no device
+    except (AttributeError, ReferenceError, TypeError, ValueError):  # the object was destroyed, or has another type
         return ""
     return _of_ordinal(ordinal)
 
 
 def managers_on(uuid: str) -> list[Any]:
-    """The memory managers of Numba's contexts on that GPU."""
+    """The memory managers of Numba's contexts on a GPU."""
     devices = getattr(getattr(sys.modules.get(DRIVER), "driver", None), "devices", None)
     if not devices:
         return []
@@ -52,7 +52,7 @@ def managers_on(uuid: str) -> list[Any]:
     for owner in list(devices.values()):
         if (context := owner.primary_context) is not None:
             try:
-                here = context.device.uuid == uuid  # the usual case
+                here = context.device.uuid == uuid  # fast path for the usual case
             except (AttributeError, ReferenceError):
                 here = False
             if here or uuid_of(context) == uuid:

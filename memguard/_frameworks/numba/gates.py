@@ -1,8 +1,8 @@
-"""The functions of Numba that wait while the process is off its GPUs.
+"""The functions of Numba that wait while the process is suspended.
 
-Numba calls the driver through attributes of one object, which it creates at their first use (`Driver.__getattr__`). The
-gate covers each existing attribute, and the creation of further ones. Numba frees memory, events, streams and modules
-in batches (`_PendingDeallocs.clear`), also in finalizers: the gate defers that.
+Numba calls the driver through attributes of one object, which `Driver.__getattr__` creates at their first use. The gate
+covers each existing attribute, and the creation of others. Numba frees memory, events, streams and modules in batches
+(`_PendingDeallocs.clear`), also in finalizers; the gate defers this function.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts of a process that has imported Numba."""
+"""Reads facts of a process that has imported Numba."""
 
 from __future__ import annotations
 

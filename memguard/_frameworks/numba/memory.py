@@ -1,4 +1,4 @@
-"""The memory of Numba's arrays: blocks and parts of blocks, with their end and the exports of their address."""
+"""The memory objects of Numba's arrays, which free their block and record exports of its address."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from memguard._frameworks.numba.watch import Addresses, covered
 
 
 def memories(driver: Any) -> type:
-    """The class of an array's memory in memguard's manager, derived from this driver's own."""
+    """Create the class of an array's memory, derived from the class of this version of Numba."""
     exported = Addresses(driver, sys.modules.get(ARRAYS)).exported
     ctypes_of = driver.MemoryPointer.device_ctypes_pointer.fget
     value_of = driver.MemoryPointer.device_pointer_value.fget
 
     class Memory(driver.MemoryPointer):  # type: ignore[misc]
-        """The block of one array. It ends as Numba's own pointers do: its free becomes pending.
+        """The memory of one array. Its end makes the block's free pending, as with Numba's own pointers.
 
-        It records when code other than Numba's kernels and copies reads its address.
+        It marks the block as exported if code other than Numba's kernels and copies reads its address.
         """
 
         refct = 1
@@ -30,12 +30,12 @@ def memories(driver: Any) -> type:
         _block: Block | None = None
 
         def __init__(self, manager: Any, size: int) -> None:
-            # Skips Numba's own constructor, which creates a finalizer: that costs more than all the rest.
+            # Skips Numba's own constructor: its finalizer costs more time than all other steps.
             self.context = manager.proxy
             self.size = self._cuda_memsize_ = size
             self._manager = manager
 
-        def _asked(self, frame: Any) -> Any:
+        def _note_reader(self, frame: Any) -> Any:
             block: Any = self._block
             if not block.exported and exported(frame):
                 block.exported = True
@@ -43,25 +43,25 @@ def memories(driver: Any) -> type:
 
         @property
         def device_pointer(self) -> Any:
-            return self._asked(sys._getframe(1))
+            return self._note_reader(sys._getframe(1))
 
         @property
         def handle(self) -> Any:
-            return self._asked(sys._getframe(1))
+            return self._note_reader(sys._getframe(1))
 
         @property
         def device_ctypes_pointer(self) -> Any:
-            self._asked(sys._getframe(1))
+            self._note_reader(sys._getframe(1))
             return ctypes_of(self)
 
         @property
         def device_pointer_value(self) -> Any:
-            self._asked(sys._getframe(1))
+            self._note_reader(sys._getframe(1))
             return value_of(self)
 
         def memset(self, byte: int, count: int | None = None, stream: Any = 0) -> None:
             if not covered(stream):
-                self._asked(None)
+                self._note_reader(None)
             super().memset(byte, count, stream)
 
         def view(self, start: int, stop: int | None = None) -> Any:
@@ -73,7 +73,7 @@ def memories(driver: Any) -> type:
             try:
                 self._manager.drop(self)
             except BaseException:
-                if not self._freed:  # a Ctrl-C came before the first statement of `drop`
+                if not self._freed:  # a Ctrl-C came before `drop`'s first statement
                     self._manager.drop(self)
                 raise
             self._freed = True
@@ -81,32 +81,32 @@ def memories(driver: Any) -> type:
         def __copy__(self) -> Any:
             return self
 
-        def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` may be gone by then
+        def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` may be None at that time
             if self._block is not None and not self._freed:
                 try:
                     if not ends():
                         self._manager.drop(self)
                 except BaseException:
-                    if not self._freed:  # a Ctrl-C came before the first statement of `drop`
+                    if not self._freed:  # a Ctrl-C came before `drop`'s first statement
                         self._manager.drop(self)
                     raise
 
     class View(driver.OwnedPointer):  # type: ignore[misc]
-        """A part of a block, which keeps the block alive."""
+        """A view into a block, which keeps the block alive."""
 
         def view(self, start: int, stop: int | None = None) -> Any:
             return _cut(self._view.view(start, stop))
 
         @property
         def device_ctypes_pointer(self) -> Any:
-            self._view.owner._asked(sys._getframe(1))
+            self._view.owner._note_reader(sys._getframe(1))
             return vars(self)["device_ctypes_pointer"]
 
         def __getattr__(self, name: str) -> Any:
             if name in ("device_pointer", "handle", "device_pointer_value"):
-                self._view.owner._asked(sys._getframe(1))
+                self._view.owner._note_reader(sys._getframe(1))
             elif name == "memset":
-                self._view.owner._asked(None)
+                self._view.owner._note_reader(None)
             return super().__getattr__(name)
 
     def _cut(part: Any) -> Any:

@@ -1,17 +1,17 @@
-"""A pool of blocks that Numba has freed, reused once all work that may use them is done.
+"""A pool of blocks that Numba has freed. A block is reused after all work that may use it is done.
 
-Numba does not record which streams use an array; `cuMemFree` is safe because it synchronises the GPU. This pool uses an
-event instead: all blocks of one flush of Numba's pending frees share the marks recorded right after it, and no block is
-reused before these marks have passed. No mark is needed if all work is done right after the flush. `watch.py` excludes
-blocks that the marks do not cover.
+Numba does not record which streams use an array; `cuMemFree` is safe because it synchronises the GPU. This pool records
+events instead: all blocks of one flush of Numba's pending frees share the marks recorded right after it, and no block
+is reused before these marks have passed. If all work is done right after the flush, it needs no mark. `watch.py` keeps
+blocks out of the pool that the marks do not cover.
 
-Any call may be interrupted: by a finalizer or a signal handler that allocates and frees, by a free on another thread,
-by a Ctrl-C. So a block's `state` alone is authoritative. Code compares and changes a state with no call in between:
-nothing can run there, in any CPython with a GIL. The queues are only hints: a block from a queue is used if its state
-allows it, and `idle` also contains blocks that a queue has lost.
+A finalizer, a signal handler, another thread's free or a Ctrl-C may interrupt any call. So only a block's `state` is
+authoritative. Code compares and changes a state with no call in between, where CPython with a GIL runs no other code.
+The queues are hints: a block from a queue is used only if its state allows it, and `idle` also contains blocks that a
+queue has lost.
 
-Other pools that were read: RMM's orders reuse by the streams that its callers name, and so ignores Numba's; CuPy's has
-an arena for each stream. Neither serves a caller that does not know the streams.
+The pools of RMM and CuPy do not fit: RMM's orders reuse by the streams that its callers name, and CuPy's has an arena
+for each stream. Both need callers that know the streams.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, Protocol
 
 from memguard.errors import DeviceError
 
-# The states of a block. In the pool it is FREED, then the `Batch` that it waits for, then READY.
+# The states of a block. A pooled block is FREED, then has its `Batch` as state, then is READY.
 NEW, USED, PENDING, FREED, READY, BACK = "new", "used", "pending", "freed", "ready", "back"
-"""NEW: being allocated. USED: an array has it, or is about to. PENDING: Numba has not carried out its free. FREED: not
-marked yet. READY: no work uses it. BACK: the driver has freed it, or is freeing it."""
+"""NEW: being allocated. USED: owned by an array. PENDING: Numba has not carried out its free. FREED: not marked yet.
+READY: no work uses it. BACK: freed by the driver, or being freed."""
 
 
 class Mark(Protocol):
-    """The work given to the GPU before a moment: `memguard._devices.streams.Mark`."""
+    """The GPU work queued before the mark was recorded: `memguard._devices.streams.Mark`."""
 
     def passed(self) -> bool: ...
     def wait(self) -> None: ...
@@ -37,34 +37,34 @@ class Mark(Protocol):
 
 
 class Block:
-    """One driver allocation of `size` bytes, of which its array requested `asked` (0: it has no array).
+    """One driver allocation of `size` bytes. Its array requested `requested` bytes (0: no array).
 
-    In the pool `size` is whole (`driver_pages.whole`), and a block serves only requests of its own whole size: so a
-    reused block wastes nothing of the cap. `pointer` is Numba's own object, None before the allocation; `buffer` is the
-    driver's id of this allocation, if known. `pooled`: it may enter the pool. `exported`: code outside Numba knows its
-    address, and may use it on any stream.
+    In the pool `size` is in whole driver units (`driver_pages.whole`), and a block serves only requests that round up
+    to its size: so a reused block wastes nothing of the cap. `pointer` is Numba's own object, None before the
+    allocation; `buffer` is the driver's id of this allocation, if known. `pooled`: it may enter the pool. `exported`:
+    code outside Numba knows its address, and may use it on any stream.
     """
 
-    __slots__ = ("address", "asked", "buffer", "exported", "pointer", "pooled", "size", "state")
+    __slots__ = ("address", "buffer", "exported", "pointer", "pooled", "requested", "size", "state")
 
     def __init__(self, size: int, pooled: bool) -> None:
         self.size, self.pooled = size, pooled
-        self.address = self.asked = 0
+        self.address = self.requested = 0
         self.exported = False
         self.pointer: Any = None
         self.buffer: int | None = None
         self.state: object = NEW
 
 
-class Taker(Protocol):
-    """The next owner of a block: it owns and will free the block from the moment that the former owner does not."""
+class BlockOwner(Protocol):
+    """The next owner of a block, which owns and frees the block from the assignment of `_block` on."""
 
     _block: Block | None
     _freed: bool
 
 
 class Batch:
-    """Blocks that wait for the same marks."""
+    """Blocks with the same marks."""
 
     __slots__ = ("blocks", "marks")
 
@@ -78,11 +78,11 @@ class Batch:
 
 
 class Pool:
-    """The pool of one context. Finalizers may call `put` and `mark`, on any thread at any time; the rest needs the
-    GPU's lock.
+    """The pool of one context. Finalizers may call `put` and `mark`, on any thread at any time. Callers of all other
+    methods hold the GPU's lock.
 
-    `record` returns marks that cover all work given so far: an empty sequence if it is done, None if CUDA cannot record
-    them now.
+    `record` returns marks that cover all work queued so far: an empty sequence if that work is done, None if CUDA
+    cannot record marks now.
     """
 
     def __init__(self, record: Callable[[], Sequence[Mark] | None]) -> None:
@@ -94,24 +94,24 @@ class Pool:
         self._ready: dict[int, list[Block]] = {}
 
     def put(self, block: Block) -> None:
-        """Add a block whose free was carried out. It is reusable after `mark`, once the work before the mark is
-        done."""
+        """Add a freed block. It is reusable after `mark`, once the work before the mark is done."""
         block.state = FREED
         self.idle[block] = None
         self.unmarked.append(block)
 
     def mark(self) -> None:
-        """Record marks for the blocks put since the last time. While CUDA cannot record them, these blocks wait."""
+        """Record marks for the blocks added since the last call. If CUDA cannot record marks now, the blocks wait for
+        the next call."""
         batch = Batch()
         try:
             try:  # noqa: SIM105 (`suppress` costs more)
-                batch.blocks.extend(iter(self.unmarked.popleft, None))  # one call: each removed block is in the batch
+                batch.blocks.extend(iter(self.unmarked.popleft, None))  # one C call: each removed block is in the batch
             except IndexError:
                 pass
             if not batch.blocks:
                 return
             for block in batch.blocks:
-                if block.state is FREED:  # from now on another thread's marks, which may be older, do not apply to it
+                if block.state is FREED:  # so that another thread's marks, which may be older, do not apply to it
                     block.state = batch
             marks = self._record()
             if marks is not None:
@@ -130,8 +130,8 @@ class Pool:
             if block.state is FREED:
                 self.unmarked.append(block)
 
-    def take(self, size: int, taker: Taker) -> Block | None:
-        """Give the taker a block of this whole size with all work done; None if there is none."""
+    def take(self, size: int, owner: BlockOwner) -> Block | None:
+        """Assign to the taker a block of this size whose work is done; None if there is none."""
         queue = self._ready.get(size)
         collected = False
         while True:
@@ -140,40 +140,40 @@ class Pool:
                     block = queue[-1]
                     if block.state is READY:
                         block.state = USED
-                        taker._block = block
+                        owner._block = block
                         del self.idle[block]
                         queue.pop()
                         return block
                     queue.pop()
-            except IndexError:  # a signal handler took the last one
+            except IndexError:  # a signal handler removed the last one
                 pass
             if collected or not self._marked:
                 return None
             self._collect()
             queue, collected = self._ready.get(size), True
 
-    def wait(self, size: int, taker: Taker) -> Block | None:
-        """As `take`, but wait for the work of such a block."""
+    def wait(self, size: int, owner: BlockOwner) -> Block | None:
+        """As `take`, but waits for such a block's unfinished work."""
         if self.unmarked:
             self.mark()
-        block = self.take(size, taker)
+        block = self.take(size, owner)
         while block is None and any(
             one.size == size and one.state is batch for batch in self._marked.copy() for one in batch.blocks
         ):
             self._collect(wait=True)
-            block = self.take(size, taker)
+            block = self.take(size, owner)
         return block
 
     def drain(self) -> Iterator[tuple[Block, object]]:
-        """All blocks and their states, to be freed by the driver, which waits for unfinished work.
+        """Yield all blocks with their states, to be freed. The driver waits for their unfinished work.
 
-        The caller removes a block if its state is unchanged: an interruption may have changed it.
+        The caller frees a block only if its state is unchanged, as an interruption may have changed it.
         """
         for block in list(self.idle):
             state = block.state
             if block in self.idle:
                 yield block, state
-        if self.idle:  # blocks freed meanwhile
+        if self.idle:  # an interruption added blocks
             return
         self._ready.clear()
         try:
@@ -183,12 +183,12 @@ class Pool:
             pass
 
     def tidy(self) -> None:
-        """Drop removed blocks from the queues. Otherwise the next request of their size does."""
+        """Remove freed blocks from the queues. Otherwise the next request of their size removes them."""
         for queue in list(self._ready.values()):
             queue[:] = [block for block in queue if block.state is READY]
 
     def _collect(self, wait: bool = False) -> None:
-        """Make blocks ready whose work is done. With `wait`, wait for the oldest marks."""
+        """Make blocks READY whose work is done. With `wait`, first wait for the oldest marks."""
         while True:
             try:
                 batch = self._marked[0]
@@ -201,7 +201,7 @@ class Pool:
                     wait = False
                 elif batch.marks and not all(mark.passed() for mark in batch.marks):
                     return
-            except DeviceError:  # never reusable; Numba's next call raises the reason
+            except DeviceError:  # these blocks are never reused; Numba's next call raises the reason
                 pass
             else:
                 for block in batch.blocks:
@@ -212,7 +212,7 @@ class Pool:
                         block.state = READY
                         queue.append(block)
             try:
-                if self._marked[0] is batch:  # else a signal handler allocated meanwhile and closed it
+                if self._marked[0] is batch:  # otherwise a signal handler that allocated has closed it
                     self._marked.popleft()
                     batch.close()
             except IndexError:

@@ -1,4 +1,4 @@
-"""Numba in the shared pool: a memory manager whose arrays are blocks of the pool.
+"""Numba in the shared pool, through a memory manager that allocates arrays as blocks of the pool.
 
 Numba's own manager defers frees until more than ten, or a fifth of the GPU, are pending. Other frameworks cannot use
 pending memory. So this manager frees a block of 2 MiB and more at once, and defers smaller ones as Numba does.
@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from memguard._base.types import Applied, Device, Enforcement
+from memguard._base.undo import Undo
 from memguard._base.units import GRANULE
 from memguard._devices import contexts, pool_blocks
-from memguard._devices.pool_blocks import Held
+from memguard._devices.pool_blocks import PoolBlock
 from memguard._frameworks.numba.adapter import Numba
 from memguard._frameworks.numba.contexts import DRIVER, handle_of, numba_contexts
 from memguard._frameworks.pooled_blocks import PooledBlocks
@@ -25,7 +26,7 @@ from memguard.errors import CapNotApplied, ConflictingSetting
 class PooledNumba(PooledBlocks, Numba):
     """Numba's device arrays, in the shared pool."""
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         driver: Any = sys.modules.get(DRIVER)
         needed = ("set_memory_manager", "NumbaCUDAMemoryManager", "_memory_manager", "CudaAPIError", "AutoFreePointer")
         lacking = [name for name in needed if not hasattr(driver, name)]
@@ -43,27 +44,23 @@ class PooledNumba(PooledBlocks, Numba):
             why = "it was live before memguard.init(): its context keeps its memory manager"
             raise CapNotApplied(self.name, why, "call memguard.init() before Numba's first array or kernel")
         manager: Any = type(live[0]) if live else joined(driver)  # from an earlier budget
-        replaced, self._asked = Replacements(), before
+        replaced, self._user_manager = Replacements(), before
 
-        def undo() -> None:
+        def restore() -> None:
             replaced.undo()
             if driver._memory_manager is manager:
-                driver._memory_manager = self._asked
-            manager.memguard_client = self._manager = None  # contexts created meanwhile allocate as Numba does
+                driver._memory_manager = self._user_manager
+            manager.memguard_client = self._manager = None  # existing contexts then allocate as without memguard
             self.shared_pool.forget(self.name)
             self._pool_caps = {}
 
-        self.changes.add(self.name, undo)
-        try:
-            driver.set_memory_manager(manager)
-            self._pool_caps, self._manager, manager.memguard_client = dict(caps), manager, self
-            self.shared_pool.count(self.name, self._counted_on)
-            for owner in (driver, sys.modules.get("numba.cuda")):
-                replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
-        except BaseException:
-            undo()
-            raise
-        return Applied(Enforcement.ENFORCED, undo)
+        undo.add(self.name, restore)
+        driver.set_memory_manager(manager)
+        self._pool_caps, self._manager, manager.memguard_client = dict(caps), manager, self
+        self.shared_pool.count(self.name, self._counted_on)
+        for owner in (driver, sys.modules.get("numba.cuda")):
+            replaced.put(owner, "set_memory_manager", lambda original: self._set_later(original, driver))
+        return Applied(Enforcement.ENFORCED)
 
     def trim(self, device: Device) -> None:
         for context in numba_contexts():
@@ -81,10 +78,10 @@ class PooledNumba(PooledBlocks, Numba):
 
 
 def joined(driver: Any) -> type:
-    """The class of memory managers that allocate from the shared pool while `memguard_client` is set."""
+    """Create a class of memory managers that allocate from the shared pool while `memguard_client` is set."""
 
     class PooledMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
-        """Numba's own memory manager, with arrays in memguard's shared pool."""
+        """Numba's own memory manager, but arrays are blocks of memguard's shared pool."""
 
         memguard_client: ClassVar[PooledNumba | None] = None
 
@@ -96,26 +93,28 @@ def joined(driver: Any) -> type:
             held = owner._from_pool(blocks, size, self.deallocations.clear)
             if held is None:
                 code = driver.binding.CUresult.CUDA_ERROR_OUT_OF_MEMORY if hasattr(driver, "binding") else 2
-                text = "Call to cuMemAllocFromPoolAsync results in CUDA_ERROR_OUT_OF_MEMORY: " + owner._no_room(size)
-                # Raised from a call: no frame keeps the error, and so the program's arrays, alive.
-                raise owner._told(driver.CudaAPIError(code, text), size)
+                text = "Call to cuMemAllocFromPoolAsync results in CUDA_ERROR_OUT_OF_MEMORY: " + owner._no_room_text(
+                    size
+                )
+                # A call creates the error, so that no frame keeps it, and through it the program's arrays, alive.
+                raise owner._with_reported_refusal_here(driver.CudaAPIError(code, text), size)
             return self._array_of(held)
 
-        def _array_of(self, held: Held) -> Any:
-            """A Ctrl-C before the pointer gets its finalizer drops the last reference to `held`, which frees the
-            block."""
+        def _array_of(self, held: PoolBlock) -> Any:
+            """Create the array's pointer. If a Ctrl-C comes before the pointer has its finalizer, the last reference to
+            `held` ends, which frees the block."""
             address, size = held.address, held.size
             as_pointer = getattr(getattr(driver, "binding", None), "CUdeviceptr", None)
             pointer = as_pointer(address) if as_pointer is not None else address
             allocations, pending = self.allocations, self.deallocations
 
-            def carry_out(block: Held) -> None:
+            def carry_out(block: PoolBlock) -> None:
                 block.give()
 
             def finish() -> None:
                 allocations.pop(address, None)
                 pending.add_item(carry_out, held, size)
-                if size >= GRANULE:  # other frameworks may need it
+                if size >= GRANULE:  # other frameworks may need this memory
                     pending.clear()
 
             made = driver.AutoFreePointer(weakref.proxy(self.context), pointer, size, finalizer=finish)

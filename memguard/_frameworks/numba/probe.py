@@ -1,4 +1,4 @@
-"""The doctor's probe of Numba: numba-cuda, or the CUDA part of older releases of Numba."""
+"""The doctor's probe for Numba: numba-cuda, or the CUDA part of older releases of Numba."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def probe(report: ProbeReport) -> None:
     except Exception:
         if hasattr(np, "row_stack"):
             raise
-        # NumPy 2.5 removed it and numba-cuda 0.30 needs it. Report the error, and whether restoring it helps.
+        # NumPy 2.5 removed `row_stack`, which numba-cuda 0.30 needs. Report the error, and whether restoring the
+        # function helps.
         np.row_stack = np.vstack
         with report.stage("compute with numpy.row_stack"):
             _compute(cuda, np)

@@ -25,5 +25,5 @@ SPEC = FrameworkSpec(
     families=("numba",),
     pads=True,
     install="numba-cuda[cu13]",
-    asks=True,
+    requests_room=True,
 )

@@ -1,13 +1,15 @@
-"""Watches the streams of Numba's kernels and copies, and the exports of its arrays' addresses.
+"""Watches which streams Numba's kernels and copies use, and which addresses its arrays export.
 
 An event on the legacy default stream covers that stream and the blocking streams, which `cuda.stream()` creates. Any
-other stream (an external one, a per-thread default one, one of cuda.core's) becomes visible when Numba makes a handle
-of it, and ends pooling for good, as earlier arrays may have been used on it too. CUDA documents `cuStreamQuery` of the
-legacy stream for that stream alone: so the pool uses it only while Numba has no other stream (`default_alone`).
+other stream (an external one, a per-thread default one, one of cuda.core's) becomes visible when Numba creates a handle
+for it. It ends pooling for good, as earlier arrays may have been used on it too. By CUDA's documentation
+`cuStreamQuery` of the legacy stream reports on that stream alone, so the pool relies on it only while Numba has no
+other stream (`default_alone`).
 
 Numba's own kernels and copies read an address without exporting it. Any other reader (the CUDA array interface,
-`device_ctypes_pointer`, an IPC handle, `gpu_data.handle`) exports the block. Numba has one function for all readers, so
-memguard distinguishes them by the calling code. With an unknown version of that code, every block counts as exported.
+`device_ctypes_pointer`, an IPC handle, `gpu_data.handle`) exports the block. All readers call the same function of
+Numba, so memguard distinguishes them by the calling code. In an unknown version of Numba, every block counts as
+exported.
 """
 
 from __future__ import annotations
@@ -26,35 +28,37 @@ from memguard._frameworks.replacements import Replacements
 from memguard.errors import DeviceError, Suspended
 
 _blocking: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""Numba's own blocking streams, by their handles, as long as they live."""
+"""Numba's own live blocking streams, by handle."""
 _unmarked: set[object] = set()
-"""One entry for each of Numba's own streams, from before its first work until its end is marked. It overlaps with
-`_blocking`, so that at every moment a stream is in one of them."""
+"""One entry for each of Numba's own streams, from before its first work until its end is marked. A stream is in both
+this set and `_blocking` for a time, so that it is never in neither."""
 _MOST_ENDED = 32
-"""Marks to keep before a search for passed ones. The bound rises to twice the number of marks not passed."""
+"""The most marks before passed ones are removed. The bound rises to twice the number of marks that have not passed."""
 _PER_THREAD = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
-"""Makes stream 0 of cuda-python a per-thread stream. Numba sets it for NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM."""
+"""The variable that makes cuda-python's stream 0 a per-thread stream. Numba sets it for
+NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM."""
 _NEEDED = ("Stream", "Context", "MemoryPointer", "_stream_handle", "_to_core_stream")
 
 _lost: weakref.WeakSet[ModuleType] = weakref.WeakSet()
-"""Numba drivers with streams that were unwatched for a time, or that used a stream of another kind."""
+"""Numba's driver modules whose streams were unwatched for a time, or that used a stream of another kind."""
 
 
-def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool:
-    """Watch Numba's streams until `replaced` is undone; `lose` must follow. Returns whether it covers all of them.
+def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None]) -> bool:
+    """Watch Numba's streams until `replaced` is undone; then call `stop_pooling`. Returns whether it watches all
+    streams.
 
-    It calls `tell` when Numba is given a stream of another kind, on the same thread.
+    It calls `on_uncovered` on the thread that passes Numba a stream of another kind.
     """
     if driver in _lost or any(not hasattr(driver, name) for name in _NEEDED) or _per_thread(driver) or _configured():
         return False
 
     def end() -> None:
         _lost.add(driver)
-        tell()
+        on_uncovered()
 
     def made(original: Callable[..., None]) -> Callable[..., None]:
         def init(self: Any, handle: Any, finalizer: Any = None, *args: Any, **kwargs: Any) -> None:
-            # Numba's own streams have a finalizer: their handle lives as long as they do.
+            # Numba's own streams have a finalizer, and their handle lives as long as they do.
             own = finalizer is not None and streams.blocking(int(handle))
             original(self, handle, leaving(int(handle), finalizer) if own else finalizer, *args, **kwargs)
             if own:
@@ -70,7 +74,7 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
         def finish() -> Any:
             try:
                 if driver not in _lost:
-                    with contextlib.suppress(Suspended):  # all its work has ended: the process left the GPU afterwards
+                    with contextlib.suppress(Suspended):  # the suspension has completed all work of the stream
                         suspension.check("a mark")
                         mark()
                     _unmarked.discard(one)
@@ -82,7 +86,7 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
 
     def given(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def handle(stream: Any) -> Any:
-            found = original(stream)  # if this raises, the stream gets no work
+            found = original(stream)  # if this raises, no work reaches the stream
             if not covered(stream):
                 end()
             return found
@@ -93,8 +97,8 @@ def watch(driver: Any, replaced: Replacements, tell: Callable[[], None]) -> bool
     return all(replaced.put(driver, name, given) for name in ("_stream_handle", "_to_core_stream"))
 
 
-def lose(driver: Any) -> None:
-    """Disable pooling for this Numba for good, as its streams may now be used unwatched."""
+def stop_pooling(driver: Any) -> None:
+    """Disable pooling for this driver module for good, as its streams are no longer watched."""
     _lost.add(driver)
 
 
@@ -110,24 +114,24 @@ def covered(stream: Any) -> bool:
 
 
 def default_alone() -> bool:
-    """Whether none of Numba's streams but the legacy default one may have earlier work."""
-    return not _unmarked and not ended.marks  # in this order: a stream is marked before it leaves `_unmarked`
+    """Whether only the legacy default stream may have unfinished work, of all streams of Numba."""
+    return not _unmarked and not ended.marks  # in this order, as a stream is marked before it leaves `_unmarked`
 
 
-class Ended:
-    """The work of destroyed streams. CUDA does not document whether the legacy stream still waits for it.
+class EndedStreams:
+    """The unfinished work of destroyed streams. CUDA does not document whether the legacy stream still waits for it.
 
-    So each stream gets its own mark before Numba destroys it, in a finalizer.
+    So a finalizer records a mark on each stream before Numba destroys the stream.
     """
 
     def __init__(self) -> None:
-        self.marks: list[Ended.Kept] = []
-        """The marks not found passed yet."""
+        self.marks: list[EndedStreams.SharedMark] = []
+        """The marks that had not passed at the last check."""
         self._most = _MOST_ENDED
-        self._lives = Counter[int]()  # by a context's handle, which a later context may reuse
+        self._lives = Counter[int]()  # the number of ended contexts by handle, as a later context may reuse a handle
 
-    class Kept:
-        """A mark that several flushes wait for: it is closed when its work is done, not with the first flush."""
+    class SharedMark:
+        """A mark that several flushes wait for. It is closed when its work is done, not with the first flush."""
 
         def __init__(self, mark: streams.Mark, context: int) -> None:
             self.mark, self.context = mark, context
@@ -141,43 +145,43 @@ class Ended:
         def close(self) -> None: ...
 
     def stream(self, handle: int) -> Callable[[], None]:
-        """A function that marks a stream's work, unless the context ended before. Raises DeviceError if CUDA
+        """Return a function that records a mark on a stream, unless its context has ended. Raises DeviceError if CUDA
         refuses."""
         ordinal, context = contexts.current() or 0, contexts.current_handle() or 0
         life = self._lives[context]
 
         def mark() -> None:
-            if self._lives[context] == life:  # else the handle is of a destroyed stream: the driver would crash
+            if self._lives[context] == life:  # otherwise the stream was destroyed, and the driver would crash
                 if len(self.marks) > self._most:
-                    self._most = max(_MOST_ENDED, 2 * len(self.under_way()))
-                with contexts.beside_captures():
-                    self.marks.append(self.Kept(streams.Mark(ordinal, handle, context), context))
+                    self._most = max(_MOST_ENDED, 2 * len(self.unfinished()))
+                with contexts.capture_safe():
+                    self.marks.append(self.SharedMark(streams.Mark(ordinal, handle, context), context))
 
         return mark
 
-    def under_way(self) -> list[Ended.Kept]:
+    def unfinished(self) -> list[EndedStreams.SharedMark]:
         """The marks whose work may be unfinished. Raises DeviceError if a query fails."""
-        for kept in self.marks.copy():
-            if kept.passed():
-                with contextlib.suppress(ValueError):  # removed by another thread
-                    self.marks.remove(kept)
-                    kept.mark.close()
+        for shared in self.marks.copy():
+            if shared.passed():
+                with contextlib.suppress(ValueError):  # another thread removed it
+                    self.marks.remove(shared)
+                    shared.mark.close()
         return self.marks.copy()
 
     def forget(self, context: int) -> None:
-        """Drop the work and streams of a context that ends."""
+        """Drop the marks of a context that ends, and never mark its streams again."""
         self._lives[context] += 1
-        for kept in self.marks.copy():  # removed one by one: a finalizer may append to the list at any time
-            if kept.context == context:
+        for shared in self.marks.copy():  # removes single entries, as a finalizer may append to the list at any time
+            if shared.context == context:
                 with contextlib.suppress(ValueError):
-                    self.marks.remove(kept)
+                    self.marks.remove(shared)
 
 
-ended = Ended()
+ended = EndedStreams()
 
 
 class Addresses:
-    """Distinguishes exports from Numba's own kernels and copies, by the code that reads an address."""
+    """Distinguishes exports of an address from reads by Numba's own kernels and copies, by the calling code."""
 
     def __init__(self, driver: Any, arrays: Any) -> None:
         array, pointer = getattr(arrays, "DeviceNDArrayBase", None), driver.MemoryPointer
@@ -192,20 +196,21 @@ class Addresses:
         self._work = _codes(work)
 
     def exported(self, frame: FrameType | None) -> bool:
-        """Whether the code of this frame, which reads an address, exports it from Numba."""
+        """Whether the code of this frame reads the address to export it."""
         while frame is not None and frame.f_code in self._between:
             frame = frame.f_back
         return frame is None or frame.f_code not in self._work
 
 
 def _codes(functions: list[Any]) -> frozenset[CodeType]:
-    """The code of functions, properties and cached properties."""
+    """The code objects of functions, properties and cached properties."""
     plain = [getattr(one, "fget", getattr(one, "func", one)) for one in functions]
     return frozenset(one.__code__ for one in plain if hasattr(one, "__code__"))
 
 
 def _configured() -> bool:
-    """Whether a kernel was given a stream before: Numba caches `kernel[blocks, threads, stream]`, unwatched."""
+    """Whether a kernel was configured with a stream before memguard watched: Numba caches `kernel[blocks, threads,
+    stream]`."""
     dispatcher = getattr(sys.modules.get("numba.cuda.dispatcher"), "CUDADispatcher", None)
     made = getattr(getattr(dispatcher, "configure", None), "cache_info", None)
     return made is not None and made().currsize > 0

@@ -1,4 +1,4 @@
-"""PyCUDA: one capped, counted pool behind `mem_alloc` and `gpuarray`, in the device's primary context.
+"""Caps PyCUDA by a counted pool behind `mem_alloc` and `gpuarray`, in the device's primary context.
 
 Measured: PyCUDA's pool has no limit of its own, so the adapter checks the cap before the pool grows. The pool's bins
 round up (256 MiB requested, 272 taken), and the driver rounds allocations above 1 MiB up to 2 MiB and packs smaller
@@ -23,11 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
-from memguard._base.locks import Rank, ranked
+from memguard._base.locks import LockOrder, ordered
 from memguard._base.types import Applied, Device, Drift, Enforcement, TraceEvent, Usage, usage_of
+from memguard._base.undo import Undo
 from memguard._base.units import GRANULE, format_size, round_up
 from memguard._devices import contexts
-from memguard._frameworks.base import TRIES, Framework, short_of, shortage_of, within
+from memguard._frameworks.base import TRIES, Framework, attach_shortage, attached_shortage, holds_lock
 from memguard._frameworks.driver_pages import DriverPages, slabs
 from memguard._frameworks.pycuda.contexts import automatic, current_context, pushed, serve_by_primary, watch_streams
 from memguard._frameworks.pycuda.pool import Pitched, Pool, RawPool
@@ -36,7 +37,7 @@ from memguard._frameworks.replacements import Replacements
 from memguard.errors import CapNotApplied
 
 _Taken = TypeVar("_Taken")
-_kept: list[Pool] = []
+_never_freed: list[Pool] = []
 
 
 class PyCUDA(Framework):
@@ -46,30 +47,30 @@ class PyCUDA(Framework):
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
-        self._lock: Any = ranked(threading.RLock(), Rank.ALLOCATOR)
+        self._lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
         self._ordinals: dict[str, int] = {}
-        self._seen: set[str] = set()  # GPUs on which it had a context at a reading, without a cap
+        self._seen: set[str] = set()  # GPUs on which a reading without a cap found a PyCUDA context
         self._own: dict[int, Pool] = {}  # by context handle
         self._last: Pool | None = None  # the pool of the last `mem_alloc`
-        self._others: dict[int, Pool] = {}  # pools that the user made, by `id`
+        self._others: dict[int, Pool] = {}  # the user's pools, by `id`
         self._pages: dict[str, DriverPages] = {}
         self._pitched: dict[str, Pitched] = {}
         self._peak: Counter[str] = Counter()
-        self._gone: deque[tuple[Pitched, int, int]] = deque()  # recorded by finalizers, applied with the lock held
+        self._freed: deque[tuple[Pitched, int, int]] = deque()  # recorded by finalizers, applied under the lock
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
-        self._wanting = False  # whether a pool has `wanted` bytes
+        self._some_wanted = False  # whether a pool's `wanted` is set
         self._mem_alloc: Callable[[int], Any] | None = None
 
     def _live(self, module: ModuleType) -> bool:
         return bool(self._own or self._others) or current_context(module) is not None
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        # Runs inside the import of pycuda.driver, which `pycuda.tools` and `pycuda.gpuarray` import before they define
-        # any name. So this may use only names of pycuda.driver itself.
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
+        # This runs inside the import of pycuda.driver. `pycuda.tools` and `pycuda.gpuarray` may be in the middle of
+        # their own import, so use names of pycuda.driver alone.
         drv: Any = sys.modules["pycuda.driver"]
         devices = self.host.devices(ordinals=True)
         if any(device.ordinal is None for device in devices):
@@ -93,7 +94,8 @@ class PyCUDA(Framework):
                     "pycuda: pycuda.autoinit has made a second CUDA context (+518 MiB measured on an H200); "
                     "import it after memguard.init(), so that it gets the primary one"
                 )
-        return Applied(Enforcement.ENFORCED, self._patch(drv, own), notes=tuple(notes))
+        self._patch(drv, own, undo)
+        return Applied(Enforcement.ENFORCED, notes=tuple(notes))
 
     def usage(self, device: Device) -> Usage | None:
         drv = sys.modules.get("pycuda.driver")
@@ -103,53 +105,53 @@ class PyCUDA(Framework):
             return None
         uuid = device.uuid
         with self._lock:
-            if self._gone:
-                self._settle()
+            if self._freed:
+                self._apply_recorded()
             pools, pages = self._pools(uuid), self._pages.get(uuid) or self._pages_of(uuid)
             if pages.changes:
-                pages.settle()
+                pages.apply_changes()
             in_use = 0
             pieces: list[tuple[int, int]] = []
             for pool in pools:
-                active, unused = pool.looked_at()
+                active, unused = pool.refreshed_figures()
                 in_use += active
                 pieces += unused
             in_use = self._noted(uuid, in_use)
             held, peak = pages.held(), self._peak[uuid]
             idle = pages.returned_by(pieces) if pieces else 0
         if not pools and not held and not peak:
-            return None  # its context is on another GPU, or it has not allocated yet
+            return None  # PyCUDA's context is on another GPU, or PyCUDA has not allocated yet
         return usage_of((held, in_use, idle, None, None, peak))
 
     def _uncounted(self, device: Device) -> Usage | None:
-        """Unknown bytes on a GPU where PyCUDA had a context at a reading: without a cap nothing counts them. A reading
-        finds another thread's context only if `pycuda.autoinit` created it, or if that thread makes the reading."""
+        """Without a cap: unknown bytes on a GPU where a reading found a PyCUDA context, as nothing counts them. A
+        reading finds another thread's context only if `pycuda.autoinit` created it."""
         ordinal = contexts.ordinals().get(device.uuid)
         if ordinal is not None and (automatic(ordinal) or (pushed() is not None and contexts.current() == ordinal)):
             self._seen.add(device.uuid)
         return Usage(None, None) if device.uuid in self._seen else None
 
     def trim(self, device: Device) -> None:
-        """`free_held()` of the pools that this thread can free."""
+        """`free_held()` of all pools that this thread can free."""
         self._shrink(device.uuid, None)
 
-    def give_back(self, device: Device, needed: int) -> None:
-        """Free the fewest idle blocks with at least `needed` bytes of the driver's pages.
+    def trim_partly(self, device: Device, needed: int) -> None:
+        """Free the fewest idle blocks that return at least `needed` bytes to the driver.
 
-        memguard's own pools free blocks on threads where PyCUDA has their context current, or none. The user's pools
-        (`DeviceMemoryPool`) free blocks on the thread that used them first. On other threads this records the needed
-        bytes, and the pool's next request on a suitable thread frees them.
+        memguard's own pools can free blocks on threads whose current PyCUDA context is the pool's, or which have none.
+        A user's pool (`DeviceMemoryPool`) can free blocks only on the thread that used it first. On other threads this
+        records the needed bytes, and the pool's next request on a suitable thread frees them.
         """
         self._shrink(device.uuid, needed)
 
     def _shrink(self, uuid: str, needed: int | None) -> None:
-        """`needed`: bytes; None for all."""
+        """Free idle blocks. `needed`: bytes; None for all."""
         drv = sys.modules.get("pycuda.driver")
         if drv is None or not self._caps:
             return
-        nested = within(self._lock)
+        nested = holds_lock(self._lock)
         with self._lock:
-            self._settle()
+            self._apply_recorded()
             current = current_context(drv)
             here = None if current is None else current.handle
             pools, before = self._pools(uuid), self._counted_bytes(uuid)
@@ -160,30 +162,29 @@ class PyCUDA(Framework):
                 if pool.reachable(here):
                     pool.free_held(needed=None if needed is None or nested else missing)
                 elif needed is not None and _idle_bytes(pool):
-                    pool.wanted, self._wanting = max(pool.wanted, missing), True
-                    pool.close()  # else a `hit` would skip the check
+                    pool.wanted, self._some_wanted = max(pool.wanted, missing), True
+                    pool.close()  # otherwise a `hit` would skip the check
 
-    def _give_wanted(self, drv: Any) -> None:
-        """Free the bytes that another thread needed from this thread's pools. Callers hold the lock."""
+    def _free_wanted(self, drv: Any) -> None:
+        """Free the bytes that other threads wanted from this thread's pools. Callers hold the lock."""
         current = current_context(drv)
-        self._wanting = False
+        self._some_wanted = False
         for pool in self._all():
             if pool.wanted and current is not None and pool.reachable(current.handle):
                 needed, pool.wanted = pool.wanted, 0
                 pool.free_held(needed=needed)
             elif pool.wanted:
-                self._wanting = True
+                self._some_wanted = True
 
     def resize(self, caps: Mapping[str, int]) -> None:
-        """Set the cap that the next check reads, even that of a request which has just failed. Idle blocks above a
-        lower cap continue to serve requests; the pools take no more driver memory."""
+        """Set the cap that the next check reads, including the retry of a request that has just failed. Above a lower
+        cap, idle blocks still serve requests, but the pools take no more driver memory."""
         self._caps = dict(caps)
 
     def footprint(self, size: int) -> int:
-        """A block of the bin of `size` (at most a sixteenth larger), in whole pages: a small block may open a slab.
+        """A block of `size`'s bin (at most a sixteenth larger) in whole pages, as a small block may open a slab.
 
-        This is for a pool with memory. With its first allocation a pool also takes one small block, which it keeps
-        idle.
+        For a pool with memory: a pool's first allocation also takes one small block, which stays idle.
         """
         with self._lock:
             pool = next(iter(self._own.values()), None)
@@ -196,7 +197,7 @@ class PyCUDA(Framework):
         return [Drift("pycuda.driver.mem_alloc was replaced after memguard.init", "the cap does not hold there")]
 
     def contexts(self, device: Device) -> frozenset[int]:
-        # A reading calls `usage` before, which removes the pools whose contexts are gone.
+        # A reading calls `usage` first, which removes the pools of destroyed contexts.
         uuid = device.uuid
         return frozenset([pool.context for pool in self._all() if pool.uuid == uuid])
 
@@ -206,7 +207,7 @@ class PyCUDA(Framework):
         with self._lock:
             self._events = []
             for pool in self._all():
-                pool.close()  # traces record each allocation: none may be a hit
+                pool.close()  # a trace needs each allocation, and a hit is not recorded
 
         def stop() -> list[TraceEvent]:
             events, self._events = self._events or [], None
@@ -216,9 +217,9 @@ class PyCUDA(Framework):
         return stop
 
     def forked(self) -> None:
-        self._lock, self._caps = ranked(threading.RLock(), Rank.ALLOCATOR), {}
+        self._lock, self._caps = ordered(threading.RLock(), LockOrder.ALLOCATOR), {}
 
-    def _patch(self, drv: Any, own_context: bool) -> Callable[[], None]:
+    def _patch(self, drv: Any, own_context: bool, undo: Undo) -> None:
         raw_alloc, raw_pitch, pool_class = drv.mem_alloc, drv.mem_alloc_pitch, drv.DeviceMemoryPool
         raw_pool = RawPool(pool_class, pool_class.allocate, pool_class.free_held)
         replaced, others, current_object = Replacements(), self._others, drv.Context.get_current
@@ -226,12 +227,12 @@ class PyCUDA(Framework):
 
         def mem_alloc(size: int) -> Any:
             pool = self._last
-            # PyCUDA returns the pushed object itself, if Python code pushed it. Comparing the driver's context ids
-            # proves that the pool's memory exists in half the time of a query for a block.
+            # `current_object` returns the same object if Python code pushed the context. Comparing the driver's context
+            # ids proves that the pool's memory exists, in half the time of a query for a block.
             if (
                 pool is not None
                 and current_object() is pool.made_in
-                and ((ask(None, out) == 0 and number.value == pool.context_id) or pool.lives())
+                and ((ask(None, out) == 0 and number.value == pool.context_id) or pool.memory_exists())
             ):
                 allocation = pool.hit(pool.own, size)
                 if allocation is not None:
@@ -246,19 +247,19 @@ class PyCUDA(Framework):
             current = current_context(drv)
             if current is None:
                 return raw_pitch(width, height, access_size)
-            uuid, asked, more = self._uuid(drv, current), round_up(width, 512) * height, TRIES
+            uuid, requested, more = self._uuid(drv, current), round_up(width, 512) * height, TRIES
             while True:
                 try:
                     return pitched_within_cap(uuid, width, height, access_size)
                 except drv.MemoryError as error:
-                    if more <= 0 or not self._room_for(error, uuid, asked):
-                        self._tell(error, uuid, asked)
+                    if more <= 0 or not self._room_for(error, uuid, requested):
+                        self._report_refusal_on(error, uuid, requested)
                         raise
-                more -= 1  # after the error and its frames are gone
+                more -= 1  # here the error and its frames are already freed
 
         def pitched_within_cap(uuid: str, width: int, height: int, access_size: int) -> Any:
             with self._lock:
-                self._settle()
+                self._apply_recorded()
                 pages = self._pages_of(uuid)
                 pitched = self._pitched.setdefault(uuid, Pitched(pages))
 
@@ -267,20 +268,22 @@ class PyCUDA(Framework):
                     pitched.add(int(allocation), pitch * height)
                     return allocation, pitch
 
-                def give_back(taken: tuple[Any, int]) -> None:
-                    pitched.gone(int(taken[0]), taken[1] * height)
+                def undo_allocation(taken: tuple[Any, int]) -> None:
+                    pitched.remove(int(taken[0]), taken[1] * height)
                     taken[0].free()
 
-                asked = round_up(width, 512) * height
-                fits = functools.partial(pages.fits, asked)
-                allocation, pitch = self._within_cap(drv, uuid, asked, round_up(asked), fits, take, give_back)
+                requested = round_up(width, 512) * height
+                fits = functools.partial(pages.fits, requested)
+                allocation, pitch = self._within_cap(
+                    drv, uuid, requested, round_up(requested), fits, take, undo_allocation
+                )
                 self._note_peak(uuid)
             gone = pitched, int(allocation), pitch * height
-            weakref.finalize(allocation, self._gone.append, gone).atexit = False
+            weakref.finalize(allocation, self._freed.append, gone).atexit = False
             return allocation, pitch
 
         def allocate(pool: Any, size: int) -> Any:
-            # A user's pool, created before or after memguard.init, shares PyCUDA's cap.
+            # A user's pool shares PyCUDA's cap, whether created before or after memguard.init.
             tracked = others.get(id(pool))
             if tracked is not None and tracked.reference() is pool:
                 allocation = tracked.hit(pool, size)
@@ -295,7 +298,7 @@ class PyCUDA(Framework):
                     uuid = self._uuid(drv, current)
                     tracked = Pool(weakref.ref(pool), current.handle, uuid, self._pages_of(uuid), raw_pool)
                     tracked.on_new_peak = self._new_peak
-                    tracked = others.setdefault(id(pool), tracked)  # a signal handler may have used the pool first
+                    tracked = others.setdefault(id(pool), tracked)  # a signal handler may have added the pool first
             return self._allocate(drv, lambda: tracked, size)
 
         def free_held(pool: Any) -> None:
@@ -326,67 +329,62 @@ class PyCUDA(Framework):
 
             return call
 
-        def undo() -> None:
+        def restore() -> None:
             replaced.undo()
             if self._mem_alloc is not None:
-                _swap_defaults(self._mem_alloc, raw_alloc)  # also in a gpuarray imported after memguard.init
+                _swap_defaults(self._mem_alloc, raw_alloc)  # also for a gpuarray imported after memguard.init
             current = current_context(drv)
             with self._lock:
-                self._settle()
+                self._apply_recorded()
                 for pool in self._own.values():
                     if current is not None and pool.context == current.handle:
                         pool.free_held()
                     else:
-                        _kept.append(pool)  # freeing it without its current context may abort the process
+                        _never_freed.append(pool)  # freeing it while its context is not current may abort the process
                 for pool in self._all():
                     pool.forget()
                 self._last = None
-                self._own.clear()  # live arrays keep their pool alive until their last free
+                self._own.clear()  # live arrays keep their pool alive
                 others.clear()
                 self._caps, self._mem_alloc = {}, None
 
-        self.changes.add(self.name, undo)
-        try:
-            replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
-            self._mem_alloc = drv.mem_alloc
-            replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch)
-            # On the class itself: this also covers existing pools and derived classes.
-            replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
-            replaced.put(pool_class, "free_held", lambda _: free_held)
-            replaced.put(pool_class, "stop_holding", stop_holding)
-            replaced.put(getattr(drv, "PooledDeviceAllocation", None), "free", free)
-            if not own_context:
-                serve_by_primary(drv, replaced)
-            # Before CUDA's initialisation, and before PyCUDA's import, there are no streams.
-            imported = not getattr(drv.__spec__, "_initializing", False)
-            watch_streams(drv, replaced, used=imported and contexts.initialised())
-            _swap_defaults(raw_alloc, self._mem_alloc)
-        except BaseException:
-            undo()
-            raise
-        return undo
+        undo.add(self.name, restore)
+        replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
+        self._mem_alloc = drv.mem_alloc
+        replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch)
+        # On the class itself, which covers existing pools and derived classes.
+        replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
+        replaced.put(pool_class, "free_held", lambda _: free_held)
+        replaced.put(pool_class, "stop_holding", stop_holding)
+        replaced.put(getattr(drv, "PooledDeviceAllocation", None), "free", free)
+        if not own_context:
+            serve_by_primary(drv, replaced)
+        # Before CUDA's initialisation and before PyCUDA's import, no stream exists.
+        imported = not getattr(drv.__spec__, "_initializing", False)
+        watch_streams(drv, replaced, used=imported and contexts.initialised())
+        _swap_defaults(raw_alloc, self._mem_alloc)
 
     def _pool_here(self, drv: Any, current: Any, raw: RawPool) -> Pool:
         with self._lock:
             handle = current.handle
             former = pool = self._own.get(handle)
-            if pool is not None and pool.dead():  # a new context got the handle of a destroyed one
-                self._bury(pool)
+            if pool is not None and pool.dead():  # a new context has the handle of a destroyed one
+                self._retire(pool)
                 pool = None
             elif pool is not None and pool.empty() and pool.made_in is not current and not self._primary(handle):
-                pool = None  # perhaps destroyed too: an empty pool cannot show it, and loses no memory
+                pool = None  # its context may be destroyed, which an empty pool cannot detect
             if pool is None:
                 made = raw.make()
                 uuid = self._uuid(drv, current)
                 pool = Pool(lambda: made, handle, uuid, self._pages_of(uuid), raw, current)
                 pool.own, pool.on_new_peak = made, self._new_peak
                 _discard(self._own, handle, former)
-                pool = self._own.setdefault(handle, pool)  # a signal handler may have added one first
+                pool = self._own.setdefault(handle, pool)  # a signal handler may have added a pool first
             self._last = pool
             return pool
 
     def _tracked(self, pool: Any) -> Pool | None:
-        """The record of a user's pool. An earlier pool may have had the same `id`."""
+        """The record of a user's pool, or None. Drops an earlier pool's record with the same `id`."""
         tracked = self._others.get(id(pool))
         if tracked is not None and tracked.reference() is not pool:
             self._drop(id(pool), tracked)
@@ -394,7 +392,8 @@ class PyCUDA(Framework):
         return tracked
 
     def _drop(self, key: int, tracked: Pool) -> None:
-        """Drop a pool that its user has freed. A signal handler may have done so, and a new pool may have its `id`."""
+        """Drop a pool that the user has deleted. A signal handler may have done so already, and a new pool may have its
+        `id`."""
         _discard(self._others, key, tracked)
         tracked.forget()
 
@@ -402,38 +401,39 @@ class PyCUDA(Framework):
         return [*self._own.values(), *self._others.values()]
 
     def _allocate(self, drv: Any, find: Callable[[], Pool], size: int) -> Any:
-        """Allocate from the pool that `find` returns. Callers hold the lock."""
+        """Allocate from the pool that `find` returns."""
         uuid, more = "", TRIES
         while True:
             try:
                 with self._lock:
                     pool = find()
                     uuid = pool.uuid
-                    allocation = self._counted(drv, pool, size)
-                    if self._wanting:
-                        self._give_wanted(drv)
+                    allocation = self._allocate_counted(drv, pool, size)
+                    if self._some_wanted:
+                        self._free_wanted(drv)
                     return allocation
             except drv.MemoryError as error:
                 if more <= 0 or not self._room_for(error, uuid, size):
-                    self._tell(error, uuid, size)
+                    self._report_refusal_on(error, uuid, size)
                     raise
-            more -= 1  # after the error and its frames are gone
+            more -= 1  # here the error and its frames are already freed
 
-    def _room_for(self, error: BaseException, uuid: str, asked: int) -> bool:
-        """Whether room was made for a failed request. Not within another call that holds the lock."""
-        shortage = shortage_of(error, self.name, uuid, asked)
+    def _room_for(self, error: BaseException, uuid: str, requested: int) -> bool:
+        """Request room for a failed request; returns whether room was made. Does nothing inside another call that holds
+        the lock."""
+        shortage = attached_shortage(error, self.name, uuid, requested)
         if shortage is None or uuid not in self._caps or self.capturing():
             return False
-        return not within(self._lock) and self._short(shortage)
+        return not holds_lock(self._lock) and self._request_room(shortage)
 
-    def _tell(self, error: BaseException, uuid: str, size: int) -> None:
+    def _report_refusal_on(self, error: BaseException, uuid: str, size: int) -> None:
         """Report a refused request. Callers have released the lock."""
         if uuid in self._caps:
-            self._refused(error, uuid, size)
+            self._report_refusal(error, uuid, size)
 
-    def _counted(self, drv: Any, pool: Pool, size: int) -> Any:
-        self._settle()
-        pool.tidy()
+    def _allocate_counted(self, drv: Any, pool: Pool, size: int) -> Any:
+        self._apply_recorded()
+        pool.free_if_unknown()
         bin_size = pool.bin_size(size)
         if self._events is None:
             pool.open(size, bin_size)
@@ -445,10 +445,10 @@ class PyCUDA(Framework):
             drv,
             pool.uuid,
             size,
-            round_up(bin_size) + (GRANULE if pool.empty() else 0),  # with its first block it takes another to keep idle
+            round_up(bin_size) + (GRANULE if pool.empty() else 0),  # the first block needs a small idle one too
             lambda cap: pages.fits(bin_size, cap) or pool.has_free(bin_size),
             lambda: pool.take(size, bin_size),
-            pool.give_back,
+            pool.undo_allocation,
         )
         self._note_peak(pool.uuid, pool)
         if self._events is None:
@@ -465,41 +465,41 @@ class PyCUDA(Framework):
         self,
         drv: Any,
         uuid: str,
-        asked: int,
+        requested: int,
         needed: int,
         fits: Callable[[int], bool],
         take: Callable[[], _Taken],
-        give_back: Callable[[_Taken], None],
+        undo_allocation: Callable[[_Taken], None],
     ) -> _Taken:
-        """The result of `take`. Raises PyCUDA's own MemoryError if the cap forbids it even without idle blocks, or if
-        the driver refuses it."""
+        """Call `take` within the cap and return its result. Raises PyCUDA's own MemoryError if the cap forbids it even
+        without idle blocks, or if the driver refuses it."""
         cap = self._caps.get(uuid)
         for last in (False, True):
             held = self._counted_bytes(uuid)
             if cap is None or fits(cap):
                 try:
                     taken = take()
-                except drv.MemoryError as error:  # the driver's error, whose text has no size
-                    short_of(error, asked, needed, full=True)
+                except drv.MemoryError as error:  # the driver's error text has no size
+                    attach_shortage(error, requested, needed, full=True)
                     if last or cap is None:
                         raise
                 else:
                     if cap is None or self._counted_bytes(uuid) <= max(cap, held):
                         return taken
-                    give_back(taken)  # no hole of a slab had room, so the driver opened another slab
+                    undo_allocation(taken)  # the driver opened a slab, as no hole had room
                     del taken
-            self._settle()  # blocks that the garbage collector freed meanwhile
+            self._apply_recorded()  # the garbage collector may have freed blocks
             current = current_context(drv)
             for pool in self._pools(uuid):
                 if current is not None and pool.reachable(current.handle):
                     pool.free_held()
         held = self._counted_bytes(uuid)
-        raise short_of(
+        raise attach_shortage(
             drv.MemoryError(
-                f"out of memory: asked for {format_size(asked)} (takes {format_size(self.footprint(asked))}), holds "
-                f"{format_size(held)} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
+                f"out of memory: asked for {format_size(requested)} (takes {format_size(self.footprint(requested))}), "
+                f"holds {format_size(held)} of the {format_size(cap or 0)} that the memguard budget gives pycuda"
             ),
-            asked,
+            requested,
             needed,
             full=False,
         )
@@ -510,16 +510,16 @@ class PyCUDA(Framework):
 
     def _counted_bytes(self, uuid: str) -> int:
         for pool in self._pools(uuid):
-            pool.look()
+            pool.refresh()
         return self._pages_of(uuid).counted()
 
     def _in_use(self, uuid: str, pools: Sequence[Pool] | None = None) -> int:
-        """Bytes of live allocations. Also updates the peak."""
+        """The bytes of live allocations. Updates the peak."""
         pools = self._pools(uuid) if pools is None else pools
         return self._noted(uuid, sum([pool.active_bytes() for pool in pools]))
 
     def _noted(self, uuid: str, in_use: int) -> int:
-        """The pools' bytes in use plus the pitched allocations. Also updates the peak."""
+        """Add the pitched allocations to the pools' bytes in use. Updates the peak."""
         if (pitched := self._pitched.get(uuid)) is not None:
             in_use += pitched.in_use
         if uuid not in self._peak or in_use > self._peak[uuid]:
@@ -527,49 +527,51 @@ class PyCUDA(Framework):
         return in_use
 
     def _note_peak(self, uuid: str, rising: Pool | None = None) -> None:
-        """Update the peak, and let `rising` grow up to it without another update. The other pools may only refill."""
+        """Update the peak. `rising` may then grow up to the peak without another update; the other pools only up to
+        their bytes now."""
         pools = self._pools(uuid)
         for pool in pools:
-            pool.peak_room = -1  # a concurrent hit on another thread calls this too, and waits
-        noted = [pool.doubt() for pool in pools]
+            pool.peak_room = -1  # another thread's `hit` calls this method too, and waits for the lock
+        noted = [pool.check_peak() for pool in pools]
         active = [pool.active_bytes() for pool in pools]
         spare = -self._in_use(uuid, pools)
-        spare += self._peak[uuid]  # a separate statement: the line above may have raised the peak
+        spare += self._peak[uuid]  # a separate statement, as the line above may have raised the peak
         for pool, size, idle in zip(pools, active, noted, strict=True):
             pool.peak_room = size + (spare if pool is rising else 0)
-            pool.trust(idle)
+            pool.skip_peak_check(idle)
 
     def _new_peak(self, pool: Pool) -> None:
         with self._lock:
             self._note_peak(pool.uuid, pool)
 
-    def _settle(self) -> None:
-        """Apply the frees that finalizers of pitched allocations recorded, and changes that a Ctrl-C interrupted.
+    def _apply_recorded(self) -> None:
+        """Apply the frees that pitched allocations' finalizers recorded, and changes that a Ctrl-C interrupted.
 
         Callers hold the lock.
         """
         for pages in list(self._pages.values()):
             if pages.changes:
-                pages.settle()
-        while self._gone:
+                pages.apply_changes()
+        while self._freed:
             try:
-                count, address, size = self._gone.popleft()
-            except IndexError:  # a signal handler removed the last one
+                count, address, size = self._freed.popleft()
+            except IndexError:  # a signal handler removed the last entry
                 return
-            count.gone(address, size)
+            count.remove(address, size)
 
-    def _bury(self, pool: Pool) -> None:
-        """Keep the pool of a destroyed context for ever: its memory is gone, and freeing it would abort the process."""
+    def _retire(self, pool: Pool) -> None:
+        """Keep the pool of a destroyed context alive for ever. Its memory no longer exists, and freeing the pool would
+        abort the process."""
         _discard(self._own, pool.context, pool)
         if self._last is pool:
             self._last = None
         pool.forget()
-        _kept.append(pool)
+        _never_freed.append(pool)
 
     def _pools(self, uuid: str) -> list[Pool]:
-        """The pools on this GPU, without those whose contexts, and hence memory, are gone.
+        """The pools on this GPU, without those of destroyed contexts.
 
-        It does not check the primary context: other frameworks keep it alive, and each reading runs this.
+        It does not check the primary context, which other frameworks keep alive, as each reading calls this method.
         """
         pools = [pool for pool in list(self._own.values()) if pool.uuid == uuid]
         if pools:
@@ -579,20 +581,21 @@ class PyCUDA(Framework):
             if not gone and not self._others:
                 return pools
             for pool in gone:
-                self._bury(pool)
+                self._retire(pool)
         for key, pool in list(self._others.items()):
             if pool.reference() is None:
                 self._drop(key, pool)
         return [pool for pool in (*self._own.values(), *self._others.values()) if pool.uuid == uuid]
 
     def _released(self, uuid: str, serial: int) -> None:
-        # May run inside any allocation, on any thread: it only appends, without a lock or a CUDA call.
+        # A finalizer: it may run inside any allocation, on any thread. So it only appends, without a lock or a CUDA
+        # call.
         events = self._events
         if events is not None and serial in self._recorded:
             events.append(TraceEvent(time.time(), self.name, "free", serial, device=self._position(uuid)))
 
     def _primary(self, handle: int) -> bool:
-        """Whether the handle may be of a primary context, for which PyCUDA has several objects."""
+        """Whether the handle may be a primary context's, for which PyCUDA may have several objects."""
         return not contexts.initialised() or handle in map(contexts.primary, self._by_ordinal)
 
     def _position(self, uuid: str) -> int:
@@ -610,21 +613,22 @@ class PyCUDA(Framework):
 
 
 def _idle_bytes(pool: Pool) -> int:
-    return sum([size for _, size in pool.looked_at()[1]])
+    return sum([size for _, size in pool.refreshed_figures()[1]])
 
 
 def _discard(pools: dict[int, Pool], key: int, pool: Pool | None) -> None:
-    """Remove the entry if it is still this pool. Atomic: no call lets a signal handler interrupt it."""
+    """Remove the entry if it is still this pool. Atomic, as it makes no call that a signal handler could interrupt."""
     if key in pools and pools[key] is pool:
         del pools[key]
 
 
 def _swap_defaults(old: Any, new: Any) -> None:
-    """Replace a default argument across `pycuda.gpuarray`, whose functions captured `mem_alloc` at their definition."""
+    """Replace a default argument of all functions in `pycuda.gpuarray`, which captured `mem_alloc` at their
+    definition."""
     module = sys.modules.get("pycuda.gpuarray")
     if module is None:
         return
-    # During its own import the module may lack the class: later definitions then capture the new function themselves.
+    # During its import the module may lack the class. Later definitions then capture the new function.
     methods = vars(getattr(module, "GPUArray", object)).values()
     for value in [*vars(module).values(), *methods]:
         if not isinstance(value, FunctionType):

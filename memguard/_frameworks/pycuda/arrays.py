@@ -1,7 +1,8 @@
-"""PyCUDA's arrays, which name no stream.
+"""The exchange adapter of PyCUDA's arrays, which name no stream.
 
-As producer: the consumer waits for all work of the context. As consumer: the user's stream waits; without one, the
-host. PyCUDA frees memory only on the thread that allocated it, so a handed-over array is released on that thread.
+If PyCUDA is the producer, the consumer waits for all work of the context. If it is the consumer, the user's stream
+waits, or the host without a stream. PyCUDA frees memory only on the thread that allocated it, so memguard releases a
+shared array on that thread.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any, ClassVar
 
 from memguard._devices import contexts, copies, streams
 from memguard._frameworks.arrays import array_interface
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import ITEM_SIZES, NUMPY_DTYPES, View, in_bytes
-from memguard._frameworks.pycuda.contexts import may_be_aside
+from memguard._frameworks.pycuda.contexts import may_use_non_blocking_streams
 
 
 class PyCUDAArrays(Arrays):
@@ -51,12 +52,12 @@ class PyCUDAArrays(Arrays):
         return super().place(view, device) if here is None else here
 
     def context(self, device: int | None) -> int | None:
-        """The thread's current context, in which PyCUDA works; it may be one of PyCUDA's own."""
+        """The thread's current context, in which PyCUDA works; None if it is the primary one."""
         here = contexts.current_handle()
         return here if device is not None and here != contexts.primary(device) else None
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        before(stream)
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
+        make_wait(stream)
         gpuarray = sys.modules.get("pycuda.gpuarray") or importlib.import_module("pycuda.gpuarray")
         address, shape, strides, dtype, _, _ = view
         return gpuarray.GPUArray(
@@ -80,7 +81,7 @@ class PyCUDAArrays(Arrays):
         from pycuda import gpuarray
 
         made = gpuarray.empty(array.shape, array.dtype)
-        if array.size:  # the stream belongs to PyCUDA's current context
+        if array.size:  # `stream` belongs to PyCUDA's current context
             self._after_former_work(made, stream)
             copies.queue(int(made.ptr), int(array.ptr), array.nbytes, contexts.current_handle(), stream)
         return made
@@ -98,19 +99,21 @@ class PyCUDAArrays(Arrays):
         return made
 
     def _after_former_work(self, made: Any, stream: int | None) -> None:
-        """Make later work of `stream` follow the former work on this memory, which PyCUDA has just allocated.
+        """Make later work on `stream` wait for earlier work on this memory, which PyCUDA has just allocated.
 
-        PyCUDA's pool, which is behind `empty` under a budget, reuses a block while kernels still use it. A block
-        straight from the driver has no unfinished work, as `cuMemFree` waits. Without `stream`, PyCUDA writes to the
-        memory on the legacy default stream, which waits for all but non-blocking streams.
+        Under a budget `empty` allocates from PyCUDA's pool, which reuses a block while kernels still use it. A block
+        straight from the driver has no unfinished work, as `cuMemFree` waits for it. Without `stream`, PyCUDA writes to
+        the memory on the legacy default stream, which waits for all streams except non-blocking ones.
         """
         if isinstance(made.gpudata, sys.modules["pycuda.driver"].DeviceAllocation):
             return
         ordinal = contexts.current() or 0
-        context, aside = self.context(ordinal), may_be_aside()
+        context, non_blocking = self.context(ordinal), may_use_non_blocking_streams()
         if stream is not None and stream <= streams.PER_THREAD and context is not None:
-            stream = None  # a default stream of this context, which the driver would take for the primary context's
-        if aside:
+            stream = (
+                None  # the handle means this context's default stream, but the driver would use the primary context's
+            )
+        if non_blocking:
             streams.follow(ordinal, None, stream, context)
         elif stream is not None:
             streams.follow_default(ordinal, stream, context)

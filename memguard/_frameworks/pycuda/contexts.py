@@ -1,11 +1,11 @@
-"""PyCUDA's contexts (the current one, their creators, a `make_context` that returns the primary one) and its streams.
+"""Reads PyCUDA's contexts and their creators, makes `make_context` return the primary one, and watches its streams.
 
-PyCUDA keeps a stack of contexts for each thread. A context left on the stack at the thread's end, or at exit, aborts
-the process: the code that pushes a context must pop it.
+PyCUDA keeps a stack of contexts for each thread. PyCUDA aborts the process if a context is still on the stack at the
+thread's end or at exit: code that pushes a context must pop it.
 
-PyCUDA creates its streams with `Stream(flags)`, and its pools ignore streams: they reuse a block while a kernel still
-uses it. A consumer on another framework's stream must therefore know which earlier work may still run, also on streams
-for which the legacy default stream does not wait.
+PyCUDA creates streams with `Stream(flags)`, but its pools ignore streams: they reuse a block while a kernel still uses
+it. So a consumer on another framework's stream must know which earlier work may still run, also on non-blocking
+streams, for which the legacy default stream does not wait.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AUTOINIT = ("pycuda.autoinit", "pycuda.gl.autoinit")
 
 
 def current_context(drv: Any) -> Any:
-    """The thread's current context, or None. Before `cuInit` PyCUDA raises, which also results in None."""
+    """The thread's current context; None if there is none, or before `cuInit`."""
     try:
         return drv.Context.get_current()
     except drv.Error:
@@ -32,7 +32,7 @@ def serve_by_primary(drv: Any, replaced: Replacements) -> None:
     """Make `Device.make_context`, and with it `pycuda.autoinit`, return the primary context."""
 
     def make_context(device: Any, flags: int = 0) -> Any:
-        # Retained and pushed, so that PyCUDA shares it with the other frameworks.
+        # PyCUDA then shares this context with the other frameworks.
         if flags:
             _log.info("pycuda: the flags %s of make_context are ignored: the primary context is shared", flags)
         context = device.retain_primary_context()
@@ -49,7 +49,7 @@ def automatic_made() -> bool:
 
 
 def automatic(ordinal: int) -> dict[int, str]:
-    """The contexts that PyCUDA's modules created on the GPU at their import: module by handle."""
+    """The contexts that PyCUDA's modules created on the GPU at their import: the module's name by handle."""
     drv: Any = sys.modules.get("pycuda.driver")
     found = {}
     for name in _AUTOINIT if drv is not None else ():
@@ -61,7 +61,8 @@ def automatic(ordinal: int) -> dict[int, str]:
 
 
 def pushed() -> int | None:
-    """The handle of PyCUDA's current context on this thread, which may differ from the driver's; None if none."""
+    """The handle of PyCUDA's current context on this thread, which may differ from the driver's current one; None if
+    there is none."""
     drv: Any = sys.modules.get("pycuda.driver")
     kind = getattr(drv, "Context", None)
     if kind is None:
@@ -75,27 +76,27 @@ def pushed() -> int | None:
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _watched: Replacements | None = None
-_aside = True
+_non_blocking = True
 
 
 def watch_streams(drv: Any, replaced: Replacements, *, used: bool) -> None:
-    """Detect, until `replaced` is undone, the creation of a non-blocking stream. `used`: one may exist already."""
-    global _watched, _aside
+    """Detect the creation of non-blocking streams until `replaced` is undone. `used`: one may exist already."""
+    global _watched, _non_blocking
 
     def init(original: Callable[..., None]) -> Callable[..., None]:
         def call(stream: Any, flags: int = 0) -> None:
-            global _aside
+            global _non_blocking
             original(stream, flags)
             if flags & _NON_BLOCKING:
-                _aside = True
+                _non_blocking = True
 
         return call
 
-    _watched, _aside = None, used
+    _watched, _non_blocking = None, used
     if hasattr(drv, "Stream") and replaced.put(drv.Stream, "__init__", init):
         _watched = replaced
 
 
-def may_be_aside() -> bool:
+def may_use_non_blocking_streams() -> bool:
     """Whether PyCUDA may have work on a non-blocking stream. True if unknown."""
-    return _aside or _watched is None or not _watched.active
+    return _non_blocking or _watched is None or not _watched.active

@@ -1,13 +1,13 @@
-"""The functions of PyCUDA that wait while the process is off its GPUs.
+"""The functions of PyCUDA that wait while the process is suspended.
 
-Read in PyCUDA's sources: `src/cpp/cuda.hpp`, `src/wrapper/wrap_cudadrv.cpp`. PyCUDA releases the GIL for copies,
-memsets, synchronizes and the older launches (`CUDAPP_CALL_GUARDED_THREADED`), but for few others: `_launch_kernel`,
-allocations, frees and the loading of modules hold it (`CUDAPP_CALL_GUARDED`). Its destructors hold it as well.
+From PyCUDA's sources `src/cpp/cuda.hpp` and `src/wrapper/wrap_cudadrv.cpp`: PyCUDA releases the GIL for copies,
+memsets, synchronizes and the older launches (`CUDAPP_CALL_GUARDED_THREADED`). It holds the GIL during `_launch_kernel`,
+allocations, frees, the loading of modules (`CUDAPP_CALL_GUARDED`), and its destructors.
 """
 
 from __future__ import annotations
 
-from memguard._frameworks.optional_modules import Entry, Gates, entries, kinds
+from memguard._frameworks.optional_modules import GatedFunction, Gates, entries, kinds
 
 _FUNCTIONS = (
     ("fail", "cuMemGetInfo, cuIpcGetMemHandle", "mem_get_info mem_get_ipc_handle"),
@@ -35,8 +35,8 @@ _FUNCTIONS = (
 )
 
 
-def _functions(module: str) -> tuple[Entry, ...]:
-    """The entries of `module`: `pycuda.driver` and `pycuda._driver` both have a name for each function."""
+def _functions(module: str) -> tuple[GatedFunction, ...]:
+    """The gated functions of `module`. Each exists in both `pycuda.driver` and `pycuda._driver`."""
     return tuple(
         entry
         for harm, why, names in _FUNCTIONS
@@ -117,7 +117,7 @@ GATES = (
                 "Memcpy2D.__call__ Memcpy3D.__call__ Memcpy3DPeer.__call__",
             ),
         ),
-        kept=(
+        kept_alive=(
             *kinds("pycuda._driver", "cuModuleUnload crashes", "Module"),
             *kinds(
                 "pycuda._driver",

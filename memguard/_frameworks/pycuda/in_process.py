@@ -1,4 +1,4 @@
-"""Facts of a process that has imported PyCUDA."""
+"""Reads facts of a process that has imported PyCUDA."""
 
 from __future__ import annotations
 

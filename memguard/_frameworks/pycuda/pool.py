@@ -1,4 +1,4 @@
-"""Counts the driver memory of PyCUDA's pools and pitched allocations: PyCUDA reports neither blocks nor pages."""
+"""Counts the driver memory of PyCUDA's pools and pitched allocations, as PyCUDA reports neither blocks nor pages."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from memguard._base.logs import log as _log
 from memguard._base.units import GRANULE, round_up
 from memguard._devices import contexts
 from memguard._frameworks.driver_pages import DriverPages
-from memguard._frameworks.pycuda.partial_free import NEVER, Aside, Bin
+from memguard._frameworks.pycuda.partial_free import NEVER, Bin, SetAsideBlocks
 
 _MOST_TIMES = 8
 _MOST_SIZES = 4096
-"""Request sizes to remember, with their bin. More than a program repeats, and less than a megabyte."""
+"""The most request sizes whose bin is cached: more than a program uses, in less than a megabyte."""
 
 
 @dataclass(frozen=True)
@@ -32,109 +32,112 @@ class RawPool:
 
 
 class Pool:
-    """A PyCUDA pool with the facts that it does not report: its blocks, and which of them are in use.
+    """A PyCUDA pool with facts that PyCUDA does not report: its blocks, and which of them are in use.
 
-    A request that an idle block serves does not change the driver's memory. So `hit` checks neither the cap nor the
-    driver's pages, and takes no lock. All other methods need the adapter's lock.
+    A request served by an idle block does not change the driver's memory. So `hit` checks neither the cap nor the
+    driver's pages, and takes no lock. Callers of all other methods hold the adapter's lock.
 
-    One small block always stays idle in the pool. At the first free of a block, PyCUDA's pool reads the current
+    One small block always stays idle in the pool. When a pool gets its first idle block, PyCUDA reads the current
     context; without one, as at exit or on another thread, that aborts the process (measured).
     """
 
     def __init__(
         self, pool: Callable[[], Any], context: int, uuid: str, pages: DriverPages, raw: RawPool, made_in: Any = None
     ) -> None:
-        """`made_in` is the context that was current at the pool's creation, if this thread created it."""
+        """`made_in` is PyCUDA's context object at the pool's creation, for memguard's own pools."""
         self.context, self.uuid = context, uuid
         self.reference = pool
         self.own: Any = None
-        """PyCUDA's pool, if it is memguard's own."""
+        """PyCUDA's pool object, for memguard's own pools."""
         self.peak_room = -1
-        """When the pool's `active_bytes` exceed this, it calls `on_new_peak`: there may be a new peak."""
+        """Above this many `active_bytes` the pool calls `on_new_peak`, as there may be a new peak."""
         self.on_new_peak: Callable[[Pool], None] = lambda _: None
-        self.lives: Callable[[], bool] = _unknown
-        """Checks with the driver whether the pool's memory still exists. False also while the pool has none."""
+        self.memory_exists: Callable[[], bool] = _unknown
+        """Asks the driver whether the pool's memory still exists. False also while the pool has no memory."""
         self.context_id: int | None = None
-        """The id of the driver's context with the pool's memory; None if unknown, or without memory."""
+        """The driver's id of the context of the pool's memory; None if unknown, or without memory."""
         self.made_in, self._thread = made_in, threading.get_ident()
         self._raw, self._pages = raw, pages
         self._allocate = raw.allocate
-        self._aside = Aside(raw.allocate)
+        self._set_aside = SetAsideBlocks(raw.allocate)
         self.wanted = 0
-        """Idle bytes needed by a thread that could not free them: the pool's next request must free them."""
+        """Idle bytes that another thread needs but cannot free: this pool's next request must free them."""
         self._bins: dict[int, Bin] = {}
-        self._where: dict[int, Bin] = {}
+        self._bin_at: dict[int, Bin] = {}
         self._ids: dict[int, int | None] = {}
         self._witness: int | None = None
-        # Freeing idle blocks replaces this dictionary: a concurrent `hit` then gives up.
+        # The bin by request size. Freeing idle blocks replaces this dictionary, which makes a concurrent `hit` return
+        # None.
         self._ready: dict[int, Bin] = {}
         self._small: list[object] = []
-        self._holds, self._emptying, self._again, self._keeping = True, False, False, False
-        self._sum = 0
-        """Bytes of the known blocks, by PyCUDA's count."""
-        self._looked = -1, -1
-        """PyCUDA's bytes and `_sum` when `look` last found a difference."""
-        self._others: int = pool().managed_bytes
-        """Bytes of blocks from before the budget. A request that gets such a block detects it."""
+        self._keeps_idle, self._freeing, self._again, self._keeping = True, False, False, False
+        self._known_bytes = 0
+        """Bytes of the known blocks, as PyCUDA counts them."""
+        self._refreshed = -1, -1
+        """PyCUDA's bytes and `_known_bytes` when `refresh` last found a difference."""
+        self._earlier_bytes: int = pool().managed_bytes
+        """Bytes of blocks allocated before the budget. A request that gets such a block detects it."""
 
     def hit(self, pool: Any, size: int) -> Any:
-        """An idle block of PyCUDA's `pool` for the request; None if there is none, or if a check fails."""
+        """Allocate an idle block of PyCUDA's `pool`. None if there is none, or if a check fails."""
         ready = self._ready
         try:
             found = ready[size]
             found.idle.pop()
         except (IndexError, KeyError, TypeError):
             return None
-        # CPython runs no other thread and no signal handler from here to the call of `allocate`: from 3.11 on it does
-        # so only after calls and at backward jumps (tried on 3.11, 3.12 and 3.13, 3 million rounds each). Elsewhere
-        # `open` lets no request get here. An interruption within the call, such as a finalizer's, shows in the address.
+        # From here to the call of `allocate`, CPython runs no other thread and no signal handler: since 3.11 it does so
+        # only after calls and at backward jumps (tested on 3.11, 3.12 and 3.13, 3 million rounds each). On other
+        # interpreters `open` never enables a `hit`. The address shows an interruption within the call, such as a
+        # finalizer's.
         if self._ready is not ready:
             return None
         if not (found.idle or self._small or pool.held_blocks > 1):
-            found.put_back()
+            found.restore_entry()
             return None
         try:
             allocation = self._allocate(pool, size)
-        except Exception:  # PyCUDA raises it again on the slow path, which reports it
+        except Exception:  # the slow path raises the error again and reports it
             return None
         reference = ref(allocation, found.freed)
         address, held = index(allocation), found.held
-        if address not in held:  # `tidy` finds the unknown block, or a request gets it as a new one
-            self._others = -1
+        if address not in held:  # `free_if_unknown` finds the unknown block, or a later request adds it as a new one
+            self._earlier_bytes = -1
             return None
         held[address] = reference
         if len(found.idle) < found.enough:
             if found.enough != NEVER:
-                self.doubt()
+                self.check_peak()
             if pool.active_bytes > self.peak_room:
                 self.on_new_peak(self)
         return allocation
 
-    def doubt(self) -> list[tuple[Bin, int]]:
-        """Make each `hit` check the bytes in use from now on. Returns the argument for `trust`."""
+    def check_peak(self) -> list[tuple[Bin, int]]:
+        """Make each `hit` check the bytes in use from now on. Returns the argument for `skip_peak_check`."""
         bins = list(self._bins.values())
         for found in bins:
             found.enough = NEVER
         return [(found, len(found.idle)) for found in bins]
 
-    def trust(self, noted: list[tuple[Bin, int]]) -> None:
-        """Let `hit` skip that check, as the peak now includes the bytes in use. `noted` was read before those bytes:
-        allocations and frees meanwhile only make the bounds stricter."""
+    def skip_peak_check(self, noted: list[tuple[Bin, int]]) -> None:
+        """Let `hit` skip that check, as the peak now includes the bytes in use. `noted` was read before those bytes, so
+        concurrent allocations and frees only make the bounds stricter."""
         for found, idle in noted:
             found.enough = max(idle, len(found.idle))
 
     def dead(self) -> bool:
-        """Whether the context and its memory are gone. Other memory may then have the addresses."""
+        """Whether the context was destroyed, and the pool's memory with it. Other memory may have its addresses
+        then."""
         while self._witness is not None:
-            lives = self.lives
+            lives = self.memory_exists
             if lives():
                 return False
-            if self.lives is lives:  # else a signal handler freed the checked block
+            if self.memory_exists is lives:  # otherwise a signal handler freed the checked block
                 return True
         return False
 
     def empty(self) -> bool:
-        return not self._where and not self.reference().managed_bytes
+        return not self._bin_at and not self.reference().managed_bytes
 
     def bin_size(self, size: int) -> int:
         pool = self.reference()
@@ -143,11 +146,11 @@ class Pool:
     def has_free(self, size: int) -> bool:
         """Whether a block of this size is idle."""
         found = self._bins.get(size)
-        return found is not None and not self._emptying and bool(found.idle or any(map(found.free, list(found.held))))
+        return found is not None and not self._freeing and bool(found.idle or any(map(found.free, list(found.held))))
 
-    def tidy(self) -> None:
-        """Make all blocks known before a request that idle blocks may not serve."""
-        if self.reference().managed_bytes != self._others + self._sum:
+    def free_if_unknown(self) -> None:
+        """Before a request of the slow path, free the idle blocks if the pool has unknown blocks."""
+        if self.reference().managed_bytes != self._earlier_bytes + self._known_bytes:
             self.free_held()
 
     def take(self, size: int, bin_size: int) -> Any:
@@ -156,27 +159,27 @@ class Pool:
         return allocation
 
     def reachable(self, context: int | None) -> bool:
-        """Whether this thread, with this context current in PyCUDA, can free the pool's idle blocks.
+        """Whether this thread, whose current PyCUDA context has this handle, can free the pool's idle blocks.
 
-        A free on a thread other than the pool's leaks in PyCUDA, unless the same context object is current. memguard
-        knows that object for its own pools, and pushes it on a thread without a context.
+        On a thread other than the pool's, PyCUDA's free leaks unless the same context object is current. For its own
+        pools memguard has that object, and pushes it on a thread without a context.
         """
         if context is not None:
             return context == self.context and (self.made_in is not None or self._thread == threading.get_ident())
-        return self.made_in is not None and self._witness is not None and self.lives()
+        return self.made_in is not None and self._witness is not None and self.memory_exists()
 
-    def give_back(self, allocation: Any) -> None:
-        """Free an allocation that exceeds the cap right after it was made, so that no other request gets its block."""
+    def undo_allocation(self, allocation: Any) -> None:
+        """Free an allocation that exceeds the cap, together with its block, so that no other request gets the block."""
         self.free_held(allocation=allocation)
 
     def close(self) -> None:
-        """Disable `hit` for all requests, until `open` enables it for a size."""
+        """Disable `hit` for all sizes, until `open` enables it for a size."""
         self._ready = {}
 
     def open(self, size: int, bin_size: int) -> None:
         """Enable `hit` for requests of this size, if the pool has blocks for it."""
         found = self._bins.get(bin_size)
-        if found is None or not self._holds or self._emptying or self.wanted or not _undisturbed():
+        if found is None or not self._keeps_idle or self._freeing or self.wanted or not _undisturbed():
             return
         if len(self._ready) >= _MOST_SIZES:
             self._ready = {}
@@ -185,39 +188,39 @@ class Pool:
     def free_held(
         self, call: Callable[[Any], None] | None = None, allocation: Any = None, needed: int | None = None
     ) -> None:
-        """Free the idle blocks, by `call` instead of PyCUDA's own `free_held` if given.
+        """Free the idle blocks, with `call` if given, else with PyCUDA's own `free_held`.
 
-        `allocation`: free its block too. `needed`: free only as many blocks as return these bytes to the driver. Until
-        the end, no idle block serves a request.
+        `allocation`: free its block too. `needed`: free only as many blocks as return these bytes to the driver. During
+        the call no idle block serves a request.
         """
         pool = self.reference()
         if pool is None:
             return
-        if self._emptying:  # a signal handler or a finalizer interrupted another call, which then starts again
+        if self._freeing:  # this call interrupts another one (signal handler, finalizer), which starts again afterwards
             self._again = True
             self._free(allocation)
             return
         try:
             try:
-                self._emptying = True
+                self._freeing = True
                 self.close()
                 self._free(allocation)
-                with self._pages.expecting(GRANULE):  # reserves the next small block, ahead of other requests
-                    self._within(self._shrink, pool, call or self._raw.free_held, needed)
+                with self._pages.expecting(GRANULE):  # reserves room for the next small block
+                    self._in_context(self._shrink, pool, call or self._raw.free_held, needed)
             finally:
-                self._emptying = False
+                self._freeing = False
         finally:
-            self._emptying = False
+            self._freeing = False
 
     def _shrink(self, pool: Any, free_held: Callable[[Any], None], needed: int | None) -> None:
         for _ in range(_MOST_TIMES):
             self._again = False
             self._empty(pool, free_held, needed)
             self._keep_one_idle()
-            self._others = pool.managed_bytes - self._sum
+            self._earlier_bytes = pool.managed_bytes - self._known_bytes
             if not self._again:
                 break
-            needed = None  # the interrupting call frees all
+            needed = None  # an interrupting call requested to free all
 
     def _free(self, allocation: Any) -> None:
         if allocation is not None:
@@ -225,40 +228,41 @@ class Pool:
             self.freed(index(allocation), allocation)
 
     def _empty(self, pool: Any, free_held: Callable[[Any], None], needed: int | None) -> None:
-        aside = self._aside
+        set_aside = self._set_aside
         try:
             try:
                 self.close()
-                aside.end()  # from an interruption by Ctrl-C
-                if needed is not None and self._holds:
-                    aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
-                self._give_rest(pool, free_held)
+                set_aside.end()  # left over if a Ctrl-C interrupted the last call
+                if needed is not None and self._keeps_idle:
+                    set_aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
+                self._free_rest(pool, free_held)
             finally:
-                aside.end()
+                set_aside.end()
         finally:
-            aside.end()
+            set_aside.end()
 
-    def _give_rest(self, pool: Any, free_held: Callable[[Any], None]) -> None:
-        """Free the idle blocks. The small one stays if others do, or if it lies in a slab opened by other code while
-        the pool has live blocks: its replacement might open a slab, and exceed the cap."""
-        kept: Any = None
-        if self._small and self._holds and pool.active_bytes:
+    def _free_rest(self, pool: Any, free_held: Callable[[Any], None]) -> None:
+        """Free the idle blocks. The small one stays if blocks are set aside, or if it lies in another framework's slab
+        while the pool has live blocks: a new small block might open a slab, and exceed the cap."""
+        small_block: Any = None
+        if self._small and self._keeps_idle and pool.active_bytes:
             try:
-                kept = self._raw.allocate(pool, 1)
-            except Exception as error:  # without a current context, where PyCUDA frees the small block too
+                small_block = self._raw.allocate(pool, 1)
+            except Exception as error:  # without a current context PyCUDA frees the small block too
                 _log.debug("pycuda: the pool's idle block goes too: %s", error)
-        address = index(kept) if kept is not None else 0
-        where = self._where.get(address)
-        if where is not None and (self._aside or self._pages.in_slab_of_others(address, where.size)):
-            where.hand_out(address, kept)
+        address = index(small_block) if small_block is not None else 0
+        where = self._bin_at.get(address)
+        if where is not None and (self._set_aside or self._pages.in_slab_of_others(address, where.size)):
+            where.record_allocation(address, small_block)
         else:
-            kept = None
-        self._witness, self.lives = None, _unknown  # the free of the witness block would look like the context's end
+            small_block = None
+        # Freeing the witness block would look like the end of its context.
+        self._witness, self.memory_exists = None, _unknown
         try:
             free_held(pool)
             self._clear()
-            self._aside.end()
-            self._forget_gone()
+            self._set_aside.end()
+            self._forget_freed()
         finally:
             self._choose_witness()
 
@@ -267,33 +271,35 @@ class Pool:
         self.free_held(call)
 
     def freed(self, address: int, allocation: Any) -> bool:
-        """Record an explicit free of an allocation whose object still exists. False if it is not of this pool."""
-        found = self._where.get(address)
+        """Record an explicit free of an allocation whose object still exists. False if the allocation belongs to
+        another pool."""
+        found = self._bin_at.get(address)
         known = found.held.get(address) if found is not None else None
         if found is None or known is None or known() is not allocation:
             return False
-        if address in found.held:  # else a signal handler has freed the block since
-            found.held[address] = None  # drops the reference and its callback: the object's end is no second free
+        if address in found.held:  # otherwise a signal handler has freed the block since
+            # Drops the weak reference and its callback: the object's end must not count as a second free.
+            found.held[address] = None
             found.freed(None)
         return True
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Drop the blocks that other code has freed."""
         pool = self.reference()
         managed = pool.managed_bytes if pool is not None else 0
         if not managed:
             self.forget(unless_used=True)
-        elif managed != self._others + self._sum and (managed, self._sum) != self._looked:
+        elif managed != self._earlier_bytes + self._known_bytes and (managed, self._known_bytes) != self._refreshed:
             self._clear()
-            self._forget_gone()
-            self._looked = managed, self._sum
+            self._forget_freed()
+            self._refreshed = managed, self._known_bytes
 
-    def looked_at(self) -> tuple[int, list[tuple[int, int]]]:
-        """`active_bytes` after a `look`, with address and size of the blocks that a trim would free: those without an
-        allocation."""
+    def refreshed_figures(self) -> tuple[int, list[tuple[int, int]]]:
+        """`active_bytes` after a `refresh`, with address and size of each block without an allocation: a trim would
+        free these."""
         pool = self.reference()
-        if pool is None or pool.managed_bytes != self._others + self._sum or not self._sum:
-            self.look()
+        if pool is None or pool.managed_bytes != self._earlier_bytes + self._known_bytes or not self._known_bytes:
+            self.refresh()
         unused = [
             (address, found.size)
             for found in list(self._bins.values())
@@ -302,15 +308,15 @@ class Pool:
             if allocation is None or allocation() is None
         ]
         active = int(pool.active_bytes) if pool is not None else 0
-        return active - self._aside.bytes() if self._emptying else active, unused
+        return active - self._set_aside.bytes() if self._freeing else active, unused
 
     def active_bytes(self) -> int:
         pool = self.reference()
         active = int(pool.active_bytes) if pool is not None else 0
-        return active - self._aside.bytes() if self._emptying else active
+        return active - self._set_aside.bytes() if self._freeing else active
 
     def forget(self, *, unless_used: bool = False) -> None:
-        """Stop counting the pool's blocks; with `unless_used` only while the pool has none at all."""
+        """Stop counting the pool's blocks. With `unless_used`, stop if the pool allocates one."""
         self.close()
         for address, known in list(self._ids.items()):
             pool = self.reference() if unless_used else None
@@ -328,36 +334,36 @@ class Pool:
 
     def _grow(self, size: int, bin_size: int) -> Any:
         pool = self.reference()
-        self.doubt()
+        self.check_peak()
         before = pool.managed_bytes
         try:
-            allocation = self._within(self._raw.allocate, pool, size)
+            allocation = self._in_context(self._raw.allocate, pool, size)
         except BaseException:
-            if pool.managed_bytes != before:  # it freed idle blocks, but the driver still refused
+            if pool.managed_bytes != before:  # PyCUDA freed idle blocks, but the driver refused again
                 self.free_held()
             raise
         address, grown = index(allocation), pool.managed_bytes - before
         found = self._bin(bin_size)
         known = self._ids.get(address)
-        if grown and address in self._where and known != contexts.buffer(address):
-            self._forget(address, known)  # an earlier block, freed by other code
-        as_foreseen = grown == bin_size if address not in self._where else grown == 0 and address in found.held
+        if grown and address in self._bin_at and known != contexts.buffer(address):
+            self._forget(address, known)  # an earlier block at this address, freed by other code
+        as_foreseen = grown == bin_size if address not in self._bin_at else grown == 0 and address in found.held
         if address not in found.held:
             self._forget(address, known)
             self._add(address, found)
-        found.hand_out(address, allocation)
+        found.record_allocation(address, allocation)
         if not as_foreseen:
-            # PyCUDA freed some idle blocks, unknown which, because the driver refused once; or the block existed before
-            # the budget. So free all idle blocks.
+            # Either the driver refused once, and PyCUDA freed some idle blocks without reporting which; or the block
+            # existed before the budget. So free all idle blocks.
             self.free_held()
         return allocation
 
-    def _within(self, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _in_context(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of the pool, with the pool's context current.
 
-        On a thread other than the pool's, PyCUDA refuses to allocate for the pool and leaks its frees, unless the
+        On a thread other than the pool's, PyCUDA refuses allocations of the pool and leaks its frees, unless the
         context object of the pool's creation is current. Another object with the same handle does not suffice. Without
-        a current context, the first idle block would abort the process.
+        a current context, a pool's first idle block aborts the process.
         """
         ours = self.made_in
         current = None if ours is None else type(ours).get_current()
@@ -367,95 +373,97 @@ class Pool:
             try:
                 ours.push()
                 return call(*arguments)
-            except BaseException as error:  # frees objects in its frames here, while a context is current
+            except BaseException as error:  # frees the frames' objects here, while the context is current
                 traceback.clear_frames(error.__traceback__)
                 raise
             finally:
                 if type(ours).get_current() is ours:
                     ours.pop()
-        finally:  # again, in case a Ctrl-C interrupted the first: a context left on the stack would abort the process
+        finally:  # again, in case a Ctrl-C interrupted the first: a context on the stack at exit aborts the process
             if type(ours).get_current() is ours:
                 ours.pop()
 
     def _keep_one_idle(self) -> None:
         pool = self.reference()
-        if self._keeping or not self._holds or pool.held_blocks or not pool.managed_bytes:
+        if self._keeping or not self._keeps_idle or pool.held_blocks or not pool.managed_bytes:
             return
         size = self.bin_size(1)
         try:
             self._keeping = True
-            self._take(1, size)  # dropped at once, so the block stays idle in the pool
-        except Exception as error:  # the GPU is full, which must not fail this allocation
+            self._take(1, size)  # dropping the allocation at once makes the block idle
+        except Exception as error:  # a full GPU must not make the caller's allocation fail
             _log.debug("pycuda: no idle block for the pool: %s", error)
             return
         finally:
             self._keeping = False
         self._small = self._bin(size).idle
-        if pool.held_blocks == 0:  # its user stopped it in a way that memguard does not observe
+        if pool.held_blocks == 0:  # the user stopped the pool through a function that memguard does not replace
             self._stop()
-            self._forget_gone()
+            self._forget_freed()
 
     def _stop(self) -> None:
-        """Make the pool keep no blocks: each free goes to the driver at once."""
-        self._holds = False
+        """Record that the pool keeps no idle blocks: it frees each block at once."""
+        self._keeps_idle = False
         self._clear()
 
     def _clear(self) -> None:
-        """Drop the knowledge of idle blocks. A request that gets one of them detects it."""
+        """Forget which blocks are idle. A request that gets one of them detects it."""
         self.close()
         for found in list(self._bins.values()):
             found.idle.clear()
 
-    def _forget_gone(self) -> None:
-        """Drop the blocks that the pool has freed. The driver reports which, as a concurrent `hit` may be using one."""
+    def _forget_freed(self) -> None:
+        """Drop the blocks that the pool has freed. The driver identifies them, as a concurrent `hit` may be using a
+        block."""
         for address, known in list(self._ids.items()):
-            where = self._where.get(address)
-            if where is not None and where.free(address) and not _there(address, known):
+            where = self._bin_at.get(address)
+            if where is not None and where.free(address) and not _still_allocated(address, known):
                 self._forget(address, known)
-        if sum(found.size for found in list(self._where.values())) > self.reference().managed_bytes:
-            # Explicitly freed in a way that memguard does not observe: their objects are still alive.
+        if sum(found.size for found in list(self._bin_at.values())) > self.reference().managed_bytes:
+            # Blocks freed explicitly through a function that memguard does not replace, with live allocation objects.
             for address, known in list(self._ids.items()):
-                if known is not None and not _there(address, known):
+                if known is not None and not _still_allocated(address, known):
                     self._forget(address, known)
 
     def _add(self, address: int, found: Bin) -> None:
         known, pages, size = contexts.buffer(address), self._pages, found.size
         whole_pages = round_up(size)
-        # No call in between, so a Ctrl-C finds all of it or nothing.
-        self._ids[address], self._where[address] = known, found
+        # No call in between: a Ctrl-C comes before all of these changes or after them.
+        self._ids[address], self._bin_at[address] = known, found
         found.held[address] = None
-        self._sum += size
-        pages.coming += whole_pages
-        pages.changes.append((pages.adding, address, size))
-        pages.settle()
+        self._known_bytes += size
+        pages.queued += whole_pages
+        pages.changes.append((pages.apply_add, address, size))
+        pages.apply_changes()
         if self._witness is None:
             self._choose_witness()
 
     def _forget(self, address: int, known: int | None) -> None:
-        """Stop counting the block with this id. A signal handler may have done so, and added another at its address."""
+        """Stop counting the block with this id. A signal handler may have done so already, and added another block at
+        this address."""
         pages = self._pages
-        # No call down to `changes`, so that no signal handler runs in between.
-        if address not in self._where or self._ids[address] != known:
+        # No call until `changes`, so that no signal handler runs in between.
+        if address not in self._bin_at or self._ids[address] != known:
             return
-        found = self._where[address]
-        del self._where[address], self._ids[address]
+        found = self._bin_at[address]
+        del self._bin_at[address], self._ids[address]
         if address in found.held:
             del found.held[address]
-        self._sum -= found.size
-        pages.changes.append((pages.leaving, address, found.size))
+        self._known_bytes -= found.size
+        pages.changes.append((pages.apply_remove, address, found.size))
         if self._witness == address:
             self._choose_witness()
-        pages.settle()
+        pages.apply_changes()
 
     def _choose_witness(self) -> None:
-        """Choose a block as witness: while the driver reports its id, the context is the same."""
-        self._witness, self.lives = None, _unknown
+        """Choose a block as witness: while the driver reports its id, its context exists."""
+        self._witness, self.memory_exists = None, _unknown
         for address in list(self._ids):
             known = self._ids.get(address)
             if known is not None:
                 lives = contexts.watch(address, known)
-                if self._ids.get(address) == known:  # no signal handler has freed it since
-                    self._witness, self.lives = address, lives
+                if self._ids.get(address) == known:  # otherwise a signal handler has freed it since
+                    self._witness, self.memory_exists = address, lives
                     if self.context_id is None:
                         self.context_id = contexts.current_id(self.context)
                     return
@@ -465,14 +473,14 @@ class Pool:
 def _undisturbed() -> bool:
     """Whether this Python runs other threads and signal handlers only after calls and at backward jumps.
 
-    Without the GIL, threads run at any time.
+    False without the GIL, where threads run at any time.
     """
     gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
     return gil()
 
 
-def _there(address: int, known: int | None) -> bool:
-    """Whether a block is still allocated from the driver. False if the block's id is unknown."""
+def _still_allocated(address: int, known: int | None) -> bool:
+    """Whether the driver still has this block. False if the block's id is unknown."""
     return known is not None and contexts.buffer(address) == known
 
 
@@ -491,6 +499,6 @@ class Pitched:
         self.in_use += size
         self._pages.add(address, size)
 
-    def gone(self, address: int, size: int) -> None:
+    def remove(self, address: int, size: int) -> None:
         self.in_use -= size
-        self._pages.gone(address, size)
+        self._pages.remove(address, size)

@@ -1,7 +1,8 @@
-"""PyCUDA in the shared pool: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`.
+"""PyCUDA in the shared pool, behind `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`.
 
-They return a `PointerHolderBase` instead of a `DeviceAllocation`, which cannot be made from an address. PyCUDA accepts
-both in the same places, kernels included. Only in the primary context, to which the pool belongs.
+They return a `PointerHolderBase` instead of a `DeviceAllocation`, which cannot be created from an address. PyCUDA
+accepts both in the same places, kernels included. The pool belongs to the primary context, so allocations in other
+contexts bypass it.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from memguard._base.types import Applied, Device, Enforcement, TraceEvent
-from memguard._devices.pool_blocks import Held
+from memguard._base.undo import Undo
+from memguard._devices.pool_blocks import PoolBlock
 from memguard._frameworks.pooled_blocks import PooledBlocks
 from memguard._frameworks.pycuda.adapter import PyCUDA, _swap_defaults
 from memguard._frameworks.pycuda.contexts import current_context, serve_by_primary, watch_streams
@@ -24,8 +26,8 @@ _PITCH = 512
 class PooledPyCUDA(PooledBlocks, PyCUDA):
     """PyCUDA's device allocations, in the shared pool."""
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
-        # Runs inside the import of pycuda.driver, as in the other adapter.
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
+        # This runs inside the import of pycuda.driver, as in the other adapter.
         drv: Any = sys.modules["pycuda.driver"]
         lacking = [name for name in ("PointerHolderBase", "DeviceMemoryPool", "MemoryError") if not hasattr(drv, name)]
         if lacking:
@@ -41,7 +43,7 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
             return raw_alloc(size) if found is None else found
 
         def allocate(pool: Any, size: int) -> Any:
-            # A user's pool allocates from the shared pool too.
+            # The user's pools also allocate from the shared pool.
             found = self._block(drv, kind, size) if replaced.active else None
             return raw_pool(pool, size) if found is None else found
 
@@ -50,29 +52,25 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
             found = self._block(drv, kind, pitch * height) if replaced.active else None
             return raw_pitch(width, height, access_size) if found is None else (found, pitch)
 
-        def undo() -> None:
+        def restore() -> None:
             replaced.undo()
             if self._mem_alloc is not None:
                 _swap_defaults(self._mem_alloc, raw_alloc)
             self.shared_pool.forget(self.name)
             self._pool_caps, self._mem_alloc = {}, None
 
-        self.changes.add(self.name, undo)
-        try:
-            self._pool_caps = dict(caps)
-            self.shared_pool.count(self.name, self._counted_on)
-            replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
-            self._mem_alloc = drv.mem_alloc
-            replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch, direct=True)
-            replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
-            serve_by_primary(drv, replaced)
-            imported = not getattr(drv.__spec__, "_initializing", False)
-            watch_streams(drv, replaced, used=imported)
-            _swap_defaults(raw_alloc, self._mem_alloc)
-        except BaseException:
-            undo()
-            raise
-        return Applied(Enforcement.ENFORCED, undo, notes=tuple(notes))
+        undo.add(self.name, restore)
+        self._pool_caps = dict(caps)
+        self.shared_pool.count(self.name, self._counted_on)
+        replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
+        self._mem_alloc = drv.mem_alloc
+        replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch, direct=True)
+        replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
+        serve_by_primary(drv, replaced)
+        imported = not getattr(drv.__spec__, "_initializing", False)
+        watch_streams(drv, replaced, used=imported)
+        _swap_defaults(raw_alloc, self._mem_alloc)
+        return Applied(Enforcement.ENFORCED, notes=tuple(notes))
 
     def contexts(self, device: Device) -> frozenset[int]:
         return frozenset()
@@ -84,13 +82,13 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
         self._pool_caps = {}
 
     def _block(self, drv: Any, kind: Any, size: int) -> Any:
-        """A block of the pool; None if PyCUDA must serve the request itself. PyCUDA's own MemoryError if there is no
-        room."""
+        """Allocate a block of the pool; None if PyCUDA must serve the request itself. Raises PyCUDA's own MemoryError
+        if there is no room."""
         if size <= 0 or current_context(drv) is None:
             return None
         blocks = self.shared_pool.blocks(self.name)
         if blocks is None:
-            self._say(
+            self._add_note(
                 "pycuda: it works in a CUDA context that is not the primary one: what it allocates there lies outside "
                 "the shared pool, and outside every cap"
             )
@@ -98,15 +96,15 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
         held = self._from_pool(blocks, size, lambda: None)
         if held is not None:
             return kind(held)
-        # Raised from a call: no frame keeps the error, and so the program's arrays, alive.
-        raise self._told(drv.MemoryError("out of memory: " + self._no_room(size)), size)
+        # A call creates the error, so that no frame keeps it, and through it the program's arrays, alive.
+        raise self._with_reported_refusal_here(drv.MemoryError("out of memory: " + self._no_room_text(size)), size)
 
 
 def _block_class(drv: Any) -> type:
     class PoolAllocation(drv.PointerHolderBase):  # type: ignore[misc]
-        """A block of memguard's shared pool, freed once, by `free` or when this object dies."""
+        """A block of memguard's shared pool, freed once: by `free` or at this object's end."""
 
-        def __init__(self, held: Held) -> None:
+        def __init__(self, held: PoolBlock) -> None:
             super().__init__()
             self._held, self._address = held, held.address
 
@@ -115,7 +113,7 @@ def _block_class(drv: Any) -> type:
 
         @property
         def gpudata(self) -> int:
-            """The address that a kernel gets."""
+            """The address, as the argument of a kernel."""
             return self._address
 
         def __int__(self) -> int:

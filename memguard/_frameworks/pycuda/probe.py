@@ -1,4 +1,4 @@
-"""The doctor's probe of PyCUDA."""
+"""The doctor's probe for PyCUDA."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ if TYPE_CHECKING:
 
 
 def probe(report: ProbeReport) -> None:
-    """Works in the primary context and pops it: a context left current aborts the process at exit."""
+    """Import PyCUDA, list its devices and compute in the primary context, which it pops: a context on the stack at exit
+    aborts the process."""
     with report.stage("import"):
         import pycuda
 

@@ -52,5 +52,5 @@ SPEC = FrameworkSpec(
     context_module="pycuda.autoinit",
     rounds_up=Fraction(1, 16),  # its bins: 256 MiB requested, 272 MiB taken
     pads=True,
-    asks=True,
+    requests_room=True,
 )

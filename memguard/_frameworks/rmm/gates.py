@@ -1,7 +1,7 @@
-"""The functions of RMM that wait while the process is off its GPUs.
+"""The functions of RMM that wait while the process is suspended.
 
-Whether they release the GIL was not read or measured. RMM calls the driver in C. The table omits methods that start
-with two underscores, as RMM's types are written in C.
+It is unknown whether they release the GIL. RMM calls the driver in C. The table omits methods that start with two
+underscores, as RMM's types are written in C.
 """
 
 from __future__ import annotations
@@ -36,6 +36,6 @@ GATES = (
                 optional=True,
             ),
         ),
-        kept=kinds("rmm.pylibrmm.device_buffer", "cuMemFreeAsync", "DeviceBuffer"),
+        kept_alive=kinds("rmm.pylibrmm.device_buffer", "cuMemFreeAsync", "DeviceBuffer"),
     ),
 )

@@ -1,4 +1,4 @@
-"""Facts of a process that has imported RMM."""
+"""Reads facts of a process that has imported RMM."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""RMM as a framework's allocator: limited by an adaptor around its resource if possible, else only watched.
+"""Limits RMM where it is a framework's allocator, by an adaptor around its resource; else it is only watched.
 
-`LimitingResourceAdaptor` counts live allocations. Over a resource without a cache (`CudaMemoryResource`) these are the
-held bytes, and the cap holds. Over a pool they are not, so such a framework is `watched`. The adaptor counts requested
-bytes; the driver's pages may be more. At its limit RMM raises the built-in MemoryError (measured). RMM has one resource
-per device for all its clients: the first framework limits it, and a second one shares that limit. An `RmmClient` is
-an adapter whose framework may be one.
+`LimitingResourceAdaptor` counts live allocations. Around a resource without a cache (`CudaMemoryResource`) these are
+the held bytes, and the cap holds. A pool may hold more, so around a pool the framework is `watched`. The adaptor counts
+requested bytes; the driver's pages may be more. At its limit RMM raises the built-in MemoryError (measured). RMM has
+one resource per device for all its clients: the first framework's cap limits it, and a second one shares that limit. An
+`RmmClient` is an adapter whose framework may be a client of RMM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memguard.errors import CapNotApplied
 
 _Method = TypeVar("_Method", bound=Callable[..., object])
 _limits: dict[int, tuple[str, Any]] = {}
-"""By ordinal: the framework whose cap holds, and the adaptor."""
+"""By ordinal: the framework whose cap limits RMM, and the adaptor."""
 
 
 class Limit:
@@ -33,12 +33,13 @@ class Limit:
         self.uncapped = uncapped
         """Why RMM is only watched; None if it is limited."""
         self.lost: list[Drift] = []
-        """Why the cap does not hold, if that was found after it was reported as enforced."""
+        """Why the cap does not hold, if that became known after memguard had reported it as enforced."""
         self.standing = {ordinals[uuid]: adaptor for uuid, adaptor in adaptors.items()}
-        """The adaptors by ordinal, until the limit is undone; empty if RMM is only watched."""
+        """The adaptors by ordinal, until the undo; empty if RMM is only watched."""
 
     def usage(self, uuid: str) -> Usage | None:
-        """Live bytes since the limit was set; None without a limit on that device, unknown if RMM is only watched."""
+        """Live bytes allocated since the limit was set. None without a limit on that device; unknown if RMM is only
+        watched."""
         adaptor = self._adaptors.get(uuid)
         if adaptor is None:
             return Usage(None, None) if not self._adaptors else None
@@ -46,7 +47,7 @@ class Limit:
         return Usage(size, size, 0)
 
     def drift(self) -> list[Drift]:
-        """The GPUs whose resource no longer goes through the limit (`rmm.reinitialize`)."""
+        """One drift for each GPU whose resource bypasses the limit, as after `rmm.reinitialize`."""
         rmm: Any = sys.modules.get("rmm")
         now = {n: rmm.mr.get_per_device_resource(n) for n in list(self.standing)} if rmm is not None else {}
         return self.lost + [
@@ -60,9 +61,9 @@ class Limit:
 
 
 class RmmClient(Framework):
-    """Base of an adapter whose framework may have RMM as its allocator: these methods answer for it then.
+    """Base of an adapter whose framework may have RMM as its allocator. These methods apply then.
 
-    A subclass decorates its own versions with `unless_rmm`. RMM's limit is fixed, as `Framework.resize` says.
+    A subclass decorates its own versions with `unless_rmm`. RMM's limit is fixed, so `Framework.resize` raises.
     """
 
     def __init__(self, host: Host) -> None:
@@ -79,15 +80,15 @@ class RmmClient(Framework):
     def drift(self) -> Sequence[Drift]:
         return self._rmm.drift() if self._rmm is not None else []
 
-    def _limit_rmm(self, caps: Mapping[str, int], ordinals: Mapping[str, int] | None = None) -> Applied:
+    def _limit_rmm(self, caps: Mapping[str, int], undo: Undo, ordinals: Mapping[str, int] | None = None) -> Applied:
         """Limit RMM, which is the framework's allocator. `ordinals` are CUDA's by UUID, if known."""
         found = _ordinals(self.name, self.host) if ordinals is None else ordinals
-        self._rmm, applied = apply(self.name, caps, found, self.changes)
+        self._rmm, applied = apply(self.name, caps, found, undo)
         return applied
 
 
 def unless_rmm(own: _Method) -> _Method:
-    """The adapter's own method, which `RmmClient`'s replaces while RMM is the framework's allocator."""
+    """Decorate an adapter's method: `RmmClient`'s version runs instead while RMM is the framework's allocator."""
     through_rmm = getattr(RmmClient, own.__name__)
 
     @functools.wraps(own)
@@ -103,12 +104,12 @@ def is_cupys(allocator: Any) -> bool:
 
 
 def is_loaded_for(framework: str) -> bool:
-    """Whether RMM's allocator for the framework was imported: a replaced allocator is then most likely RMM's."""
+    """Whether RMM's allocator for the framework was imported. A replaced allocator is then most likely RMM's."""
     return f"rmm.allocators.{framework}" in sys.modules
 
 
 def _ordinals(framework: str, host: Host) -> dict[str, int]:
-    """CUDA's ordinals by UUID, without initialising CUDA. NVML may number the GPUs differently."""
+    """CUDA's ordinals by UUID, without initialising CUDA. NVML's numbering may differ."""
     devices = host.devices(ordinals=True)
     found = {device.uuid: device.ordinal for device in devices if device.ordinal is not None}
     if len(found) == len(devices):
@@ -119,11 +120,9 @@ def _ordinals(framework: str, host: Host) -> dict[str, int]:
     raise CapNotApplied(framework, why, "run `memguard doctor` to see why CUDA does not start")
 
 
-def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], changes: Undo) -> tuple[Limit, Applied]:
-    """Limit RMM's resource on every device with a cap, or return a note with the reason for only watching it.
-
-    `changes` receives the undo before the first change, so that an interruption leaves no device limited.
-    """
+def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], undo: Undo) -> tuple[Limit, Applied]:
+    """Limit RMM's resource on every device with a cap. If that is impossible, return a note with the reason for only
+    watching it."""
     import rmm
 
     for uuid, ordinal in ordinals.items():
@@ -137,7 +136,7 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
         else:
             continue
         uncapped = f"watched: it has no cap of its own: {why}"
-        return Limit({}, {}, uncapped), Applied(Enforcement.WATCHED, lambda: None, notes=(f"{framework}: {uncapped}",))
+        return Limit({}, {}, uncapped), Applied(Enforcement.WATCHED, notes=(f"{framework}: {uncapped}",))
     capped = {ordinal: uuid for uuid, ordinal in ordinals.items() if uuid in caps}
     before = {ordinal: rmm.mr.get_per_device_resource(ordinal) for ordinal in capped}
     adaptors = {
@@ -146,38 +145,37 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
     }
     limit, stays = Limit(adaptors, ordinals), list[str]()
 
-    def undo() -> None:
-        """Restore each device's resource; a second call continues where an interruption stopped the first."""
+    def restore() -> None:
+        """Restore each device's resource. After an interruption, a second call continues."""
         limit.standing.clear()
         for ordinal, uuid in capped.items():
             if ordinal not in _limits or _limits[ordinal][1] is not adaptors[uuid]:
-                continue  # never limited, or restored by an interrupted call
+                continue  # never limited, or restored by an interrupted call before
             now = rmm.mr.get_per_device_resource(ordinal)
             if now is adaptors[uuid]:
                 rmm.mr.set_per_device_resource(ordinal, before[ordinal])
             elif now is not before[ordinal] and f"cuda:{ordinal}" not in stays:
                 stays.append(f"cuda:{ordinal}")
-            _limits.pop(ordinal, None)  # last, so that an interruption repeats this device
+            _limits.pop(ordinal, None)  # last, so that a second call repeats a device after an interruption
         if stays:
             why = f"RMM's resource was wrapped again after memguard.init, so its limit stays on {' and '.join(stays)}"
             stays.clear()
             raise CapNotApplied(framework, why, "undo what wraps it, or restart the process")
 
-    changes.add(framework, undo)
+    undo.add(framework, restore)
     try:
         for ordinal, uuid in capped.items():
             _limits[ordinal] = (framework, adaptors[uuid])
             rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
-    except BaseException:
-        undo()
+    except BaseException:  # torch calls this again at its next initialisation
+        restore()
         raise
-
     note = f"{framework}: capped through RMM, which is its allocator; what it held before is not counted"
-    return limit, Applied(Enforcement.ENFORCED, undo, notes=(note,))
+    return limit, Applied(Enforcement.ENFORCED, notes=(note,))
 
 
 def _goes_through(resource: Any, adaptor: Any) -> bool:
-    """Whether the resource is the adaptor or wraps it, so that its allocations reach it. True without an adaptor."""
+    """Whether the resource's allocations reach the adaptor: it is the adaptor, or wraps it. True without an adaptor."""
     for _ in range(100):
         if adaptor is None or resource is adaptor:
             return True

@@ -1,4 +1,4 @@
-"""Simulated frameworks: the contract of `base.py` over a model of an allocator."""
+"""Simulated frameworks: adapters over models of allocators, by the contract of `base.py`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from memguard._base.framework_spec import FrameworkSpec
-from memguard._base.specs import SPECS
 from memguard._base.types import Applied, Device, Enforcement, Shortage, State, TraceEvent, Usage
+from memguard._base.undo import Undo
 from memguard._base.units import MIB, format_size, round_up
 from memguard._devices.simulated import CONTEXT, SimulatedHost, SimulatedOutOfMemory
 from memguard._frameworks.base import Framework
@@ -36,10 +36,11 @@ from memguard._frameworks.simulated.allocators import (
     xla,
 )
 from memguard._frameworks.simulated.driver_allocators import CuPyPool, NumbaMemory
+from memguard._frameworks.specs import SPECS
 from memguard.errors import CapNotApplied, DeviceError
 
-_MOST_ASKED = 2
-"""Requests for room before one allocation is refused."""
+_MOST_ROOM_REQUESTS = 2
+"""The most room requests for one allocation."""
 _NOTE = "the GPUs and frameworks of this budget are simulated: nothing real is limited"
 
 
@@ -49,9 +50,9 @@ class AllocatorModel:
 
     make        the allocator on one GPU
     footprint   as `Framework.footprint`
-    first_work  the memory of the framework's own kernels at its first work, in addition to the shared context
-    fixed       it takes its limit when it initialises, and keeps it
-    reports     it reports single allocations; for the others the recorder samples the level
+    first_work  the memory of the framework's own kernels after its first work, beyond the shared context
+    fixed       its limit is fixed when it initialises
+    reports     it reports single allocations; of others the recorder samples the usage
     silent      with growth it does not report its held bytes (TensorFlow)
     totals      it does not report its peak (CuPy)
     """
@@ -80,15 +81,15 @@ MODELS: Mapping[str, AllocatorModel] = {
         lambda start: NumbaMemory(start.take, start.give, start.cap, total=start.gpu.usable), round_up, 2 * MIB
     ),
 }
-"""By the `allocator` of a row. A row without a model gets the generic one: a caching pool like torch's."""
-_ASKING = frozenset(row.allocator for row in SPECS.values() if row.asks)
-"""The allocators that request room before they refuse, as memguard's own do."""
+"""By the `allocator` of a row. A row without a model gets the generic one, a caching pool like torch's."""
+_REQUESTS_ROOM = frozenset(row.allocator for row in SPECS.values() if row.requests_room)
+"""The allocators that request room before they refuse a request, as memguard's own do."""
 
 
 class FrameworkOutOfMemory(SimulatedOutOfMemory):
-    """A simulated framework's own out-of-memory error: bytes requested, held, its cap (None: no cap).
+    """A simulated framework's own out-of-memory error, with bytes requested, bytes held and the cap (None: no cap).
 
-    `driver` is set if the GPU was full, rather than the cap reached.
+    `driver` is set if the GPU was full; else the cap was reached.
     """
 
     def __init__(self, name: str, refused: AllocationRefused, free: int, *, unified: bool = False) -> None:
@@ -103,7 +104,7 @@ class FrameworkOutOfMemory(SimulatedOutOfMemory):
         super().__init__(text, refused.requested, free)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles the error for another process, as engines transfer a worker's exceptions."""
+        """Support pickling, as engines send a worker's exceptions to another process."""
         return _copied, (self.framework, self.args), vars(self)
 
 
@@ -161,7 +162,7 @@ class SimulatedFramework(Framework):
         allocator = allocator or (row.allocator if row is not None else "")
         self.model = MODELS.get(allocator, _GENERIC)
         self.resizable = not self.model.fixed
-        # A separate module, so that importing a real framework never touches a simulated one.
+        # A module name of its own, so that the import of a real framework does not affect a simulated one.
         own = f"memguard_simulated_{name}"
         silent = row is not None and row.refuses_silently
         self.spec = FrameworkSpec(
@@ -173,7 +174,7 @@ class SimulatedFramework(Framework):
             workspace=0,
             cap_is="",
             refuses_silently=silent,
-            asks=allocator in _ASKING,
+            requests_room=allocator in _REQUESTS_ROOM,
         )
         self.imported = imported
         self._gpus = host
@@ -183,9 +184,9 @@ class SimulatedFramework(Framework):
         self._blocks: dict[int, tuple[Device, int]] = {}
         self._ids = count(1)
         self._recording: list[TraceEvent] | None = None
-        self._recorded: set[int] = set()  # arrays whose allocation was recorded: only these frees are recorded
+        self._recorded: set[int] = set()  # arrays whose allocation was recorded; only their frees are recorded
         self._lock, self._importing = host.lock, threading.RLock()
-        self._allocating = 0  # the thread with an allocation in progress
+        self._allocating = 0  # the thread with an allocation in progress, else 0
 
     def state(self) -> State:
         if self._pools:
@@ -199,7 +200,7 @@ class SimulatedFramework(Framework):
         return bool(self._pools)
 
     def start_importing(self) -> None:
-        """Simulate the framework's import: import hooks on `hook` run, and may raise. Other threads wait."""
+        """Simulate the framework's import: runs import hooks on `hook`, which may raise. Other threads wait."""
         with self._importing:
             if not self.imported:
                 self._import()
@@ -217,7 +218,7 @@ class SimulatedFramework(Framework):
             leave(finder)
             sys.modules.pop(self.hook, None)
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         """With the option `growth` (TensorFlow; True by default, as in the budget) the allocator grows step by step."""
         with self._lock:
             self._check(caps)
@@ -226,18 +227,18 @@ class SimulatedFramework(Framework):
                 raise CapNotApplied(self.name, f"too late: it is live, and {why}", remedy)
             before = dict(self._caps), self._growth
 
-            def undo() -> None:
+            def restore() -> None:
                 with self._lock:
                     if self.model.fixed and self._pools:
                         raise CapNotApplied(self.name, "its limit is permanent once it is live", "restart the process")
                     self._caps, self._growth = before
                     self._set()
 
-            self.changes.add(self.name, undo)
+            undo.add(self.name, restore)
             self._caps = dict(caps)
             self._growth = bool(options.get("growth", True))
             self._set()
-            return Applied(Enforcement.ENFORCED, undo, notes=(_NOTE,))
+            return Applied(Enforcement.ENFORCED, notes=(_NOTE,))
 
     def resize(self, caps: Mapping[str, int]) -> None:
         if self.model.fixed:
@@ -279,13 +280,13 @@ class SimulatedFramework(Framework):
 
     def trim(self, device: Device) -> None:
         with self._lock:
-            if device.uuid in self._pools and not self._allocating:  # else called within an allocation
+            if device.uuid in self._pools and not self._allocating:  # otherwise called inside an allocation
                 self._pools[device.uuid].trim()
 
-    def give_back(self, device: Device, needed: int) -> None:
+    def trim_partly(self, device: Device, needed: int) -> None:
         with self._lock:
             if device.uuid in self._pools and not self._allocating:
-                self._pools[device.uuid].give_back(needed)
+                self._pools[device.uuid].trim_partly(needed)
 
     def footprint(self, size: int) -> int:
         return self.model.footprint(size)
@@ -306,30 +307,31 @@ class SimulatedFramework(Framework):
         return stop
 
     def allocate(self, nbytes: int, device: int = 0, *, exact: bool = False) -> int:
-        """Allocate; returns the array's id. `device` is the position on the host. Raises the framework's own OOM."""
+        """Allocate; returns the array's id. `device` is the GPU's position on the host. Raises FrameworkOutOfMemory."""
         gpu = self._device(device)
         self.start_importing()
         try:
             return self._served(gpu, nbytes, exact)
         except FrameworkOutOfMemory as error:
             if self.unseen() is None:
-                self._refused(error, gpu.uuid, nbytes)
+                self._report_refusal(error, gpu.uuid, nbytes)
             raise
 
     def _served(self, gpu: Device, nbytes: int, exact: bool) -> int:
-        within = self._allocating == threading.get_ident()  # in a signal handler or a finalizer: makes no room
-        for left in reversed(range(_MOST_ASKED + 1 if self.asks and not within else 1)):
+        within = self._allocating == threading.get_ident()  # a signal handler or a finalizer does not request room
+        for left in reversed(range(_MOST_ROOM_REQUESTS + 1 if self.requests_room and not within else 1)):
             try:
                 return self._allocate(gpu, nbytes, exact)
             except FrameworkOutOfMemory as error:
                 full = error.driver is not None
                 short = Shortage(self.name, gpu.uuid, nbytes, self._needed(gpu, nbytes, full), full)
-                if not left or not self._short(short):
+                if not left or not self._request_room(short):
                     raise
         raise AssertionError("the last attempt returns or raises")
 
     def _needed(self, gpu: Device, nbytes: int, full: bool) -> int:
-        """The most driver bytes of the request; on a full GPU, plus the framework's start if it has none."""
+        """The most driver bytes of the request. On a full GPU it adds the framework's start, if the framework is not
+        live there."""
         needed = round_up(self.footprint(nbytes))
         if full and gpu.uuid not in self._pools:
             needed += self.model.first_work + (0 if self._gpus.context_active(gpu) else CONTEXT)
@@ -347,7 +349,7 @@ class SimulatedFramework(Framework):
                 self._allocating = before
             array = next(self._ids)
             self._blocks[array] = gpu, block
-            self._note("alloc", array, gpu, nbytes)
+            self._record_event("alloc", array, gpu, nbytes)
             return array
 
     def free(self, array: int) -> None:
@@ -357,10 +359,10 @@ class SimulatedFramework(Framework):
                 raise ValueError(f"{self.name}: array {array} is not live (freed twice?)")
             gpu, block = self._blocks.pop(array)
             self._pools[gpu.uuid].free(block)
-            self._note("free", array, gpu)
+            self._record_event("free", array, gpu)
 
     def _pool(self, gpu: Device, nbytes: int) -> Allocator:
-        """The device's allocator. The first call makes the framework live there."""
+        """The device's allocator. The first call makes the framework live on the device."""
         if gpu.uuid not in self._pools:
             cap = self._caps.get(gpu.uuid)
             try:
@@ -398,7 +400,7 @@ class SimulatedFramework(Framework):
             raise DeviceError(f"no simulated GPU {position}; there are {len(devices)}", fix="count from 0")
         return devices[position]
 
-    def _note(self, op: str, array: int, gpu: Device, nbytes: int | None = None) -> None:
+    def _record_event(self, op: str, array: int, gpu: Device, nbytes: int | None = None) -> None:
         if self._recording is None or (op == "free" and array not in self._recorded):
             return
         self._recorded.add(array)

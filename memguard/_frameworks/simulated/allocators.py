@@ -1,12 +1,12 @@
-"""Models of the frameworks' own allocators: how they round, cache, split, coalesce and refuse.
+"""Models of the frameworks' own allocators: rounding, caching, splitting, coalescing and refusing.
 
-Written from the sources of PyTorch's CUDACachingAllocator, the BFCAllocator of TensorFlow and XLA, and PyCUDA's memory
-pool, and checked against figures measured on an H200. `driver_allocators.py` has the models of CuPy and Numba. Models
-count bytes and touch no memory. Not modelled: streams, garbage-collection thresholds, expandable segments, private
-pools, the 10 s of retries of TensorFlow and JAX. Not thread-safe: callers hold a lock.
+They follow the sources of PyTorch's CUDACachingAllocator, the BFCAllocator of TensorFlow and XLA, and PyCUDA's memory
+pool, and were checked against figures measured on an H200. `driver_allocators.py` has the models of CuPy and Numba. The
+models count bytes and use no memory. They omit streams, garbage-collection thresholds, expandable segments, private
+pools, and the 10 s of retries of TensorFlow and JAX. They are not thread-safe: callers hold a lock.
 
-`Start` has the parameters with which a framework creates its allocator on a GPU; the functions `*_footprint` compute
-the driver bytes of one request.
+`Start` is the parameters with which a framework creates its allocator on a GPU. The functions `*_footprint` compute the
+driver bytes of one request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Allocator(ABC):
     """One framework's allocator on one device, on top of the driver's `take` and `give` (bytes).
 
     `held` is the bytes taken from the driver, `in_use` the bytes of live blocks by the framework's own count. `cap` may
-    change at any time. Lowering it evicts nothing.
+    change at any time. A lower cap frees nothing.
     """
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
@@ -47,9 +47,10 @@ class Allocator(ABC):
         self._driver: SimulatedOutOfMemory | None = None
 
     def allocate(self, nbytes: int, *, exact: bool = False) -> int:
-        """Allocate; returns the block's id. AllocationRefused if the cap or the driver forbids it.
+        """Allocate; returns the block's id. Raises AllocationRefused if the cap or the driver forbids it.
 
-        `exact` leaves no slack in a block that the allocator splits: a recorded level already includes the slack.
+        `exact` leaves no slack in a block that the allocator splits, for a recorded level that already includes the
+        slack.
         """
         if nbytes < 1:
             raise ValueError(f"cannot allocate {nbytes} bytes")
@@ -60,7 +61,7 @@ class Allocator(ABC):
         return block
 
     def free(self, block: int) -> None:
-        """Free a block. ValueError if the id is not live (freed twice, or never allocated)."""
+        """Free a block. Raises ValueError if the id is not live (freed twice, or never allocated)."""
         try:
             self.in_use -= self._free(block)
         except KeyError:
@@ -75,17 +76,17 @@ class Allocator(ABC):
     def trim(self) -> int:
         """Release cached memory to the driver; returns the bytes."""
 
-    def give_back(self, needed: int) -> None:
-        """As `trim`, but only about `needed` bytes where the allocator can release a part."""
+    def trim_partly(self, needed: int) -> None:
+        """As `trim`, but release only about `needed` bytes if the allocator can."""
         self.trim()
 
     @abstractmethod
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
-        """Serve the request; returns its addition to `in_use`."""
+        """Serve the request; returns the bytes to add to `in_use`."""
 
     @abstractmethod
     def _free(self, block: int) -> int:
-        """Free the block; returns its subtraction from `in_use`. KeyError if it is not live."""
+        """Free the block; returns the bytes to subtract from `in_use`. KeyError if it is not live."""
 
     def _grow(self, nbytes: int) -> bool:
         """Take bytes from the driver and count them as held, unless the cap or the driver forbids it."""
@@ -102,7 +103,7 @@ class Allocator(ABC):
         try:
             self._take(nbytes)
         except SimulatedOutOfMemory as error:
-            self._driver = error.with_traceback(None)  # a kept traceback would keep its frames alive
+            self._driver = error.with_traceback(None)  # a stored traceback would keep its frames alive
             return False
         return True
 
@@ -175,8 +176,8 @@ class TorchCachingAllocator(Allocator):
 class BFCAllocator(Allocator):
     """The BFC allocator of TensorFlow and of XLA. `cap` is its memory limit, set once and never changed.
 
-    It cannot be shrunk from outside. TensorFlow's releases wholly free regions by itself, but only before it would
-    refuse (TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default: `collects`). XLA's never does.
+    It has no trim. TensorFlow's allocator releases wholly free regions by itself, only before it refuses a request
+    (`collects`: TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default). XLA's never releases any.
     """
 
     ALIGN, FIRST_REGION, MOST_SLACK = 256, 2 * MIB, 128 * MIB
@@ -250,7 +251,7 @@ class BFCAllocator(Allocator):
 
 
 def serving(sizes: Iterable[int], short: int) -> int:
-    """Of kept blocks of these sizes, the smallest with at least `short` bytes; else the largest."""
+    """Of cached blocks of these sizes, the smallest with at least `short` bytes; else the largest."""
     kept = sorted(sizes)
     return next((size for size in kept if size > SMALL and round_up(size) >= short), kept[-1])
 
@@ -276,15 +277,15 @@ def alloc_size(number: int) -> int:
 class PyCUDAPool(Allocator):
     """`pycuda.tools.DeviceMemoryPool` with memguard's check before each driver allocation.
 
-    `held` counts the driver's pages for the pool's blocks. Measured: a block above 1 MiB is rounded up to 2 MiB, and
-    smaller ones are packed into 2 MiB slabs (here without gaps).
+    `held` counts the driver's pages for the pool's blocks. Measured: the driver rounds a block above 1 MiB up to 2 MiB,
+    and packs smaller ones into 2 MiB slabs (modelled without gaps).
     """
 
     SLAB_UP_TO = 1 * MIB
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
         super().__init__(take, give, cap)
-        self._bins: dict[int, int] = {}  # by bin: the number of freed blocks kept
+        self._bins: dict[int, int] = {}  # by bin: the number of cached blocks
         self._blocks: dict[int, int] = {}
         self._slabs = 0  # bytes of all small blocks
 
@@ -299,14 +300,14 @@ class PyCUDAPool(Allocator):
         """`free_held()`."""
         before = self.held
         while self._bins:
-            self._give_back(max(self._bins))
+            self._free_kept(max(self._bins))
         return before - self.held
 
-    def give_back(self, needed: int) -> None:
-        """Free the fewest kept blocks that suffice; pieces of slabs last, as a slab goes back with its last piece."""
+    def trim_partly(self, needed: int) -> None:
+        """Free the fewest cached blocks that suffice; pieces of slabs last, as a slab is freed with its last piece."""
         before = self.held
         while self._bins and (short := needed - before + self.held) > 0:
-            self._give_back(bin_number(serving(map(alloc_size, self._bins), short)))
+            self._free_kept(bin_number(serving(map(alloc_size, self._bins), short)))
 
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
         number = bin_number(nbytes)
@@ -329,12 +330,12 @@ class PyCUDAPool(Allocator):
         while not self._grow(self._driver_bytes(size)):
             if not self._bins:
                 return False
-            self._give_back(max(self._bins))  # if the driver refuses, the pool frees its largest kept block first
+            self._free_kept(max(self._bins))  # if the driver refuses, PyCUDA frees its largest cached block first
         if size <= self.SLAB_UP_TO:
             self._slabs += size
         return True
 
-    def _give_back(self, number: int) -> None:
+    def _free_kept(self, number: int) -> None:
         self._drop(number)
         size = alloc_size(number)
         if size <= self.SLAB_UP_TO:
@@ -354,7 +355,7 @@ class PyCUDAPool(Allocator):
 
 
 def tensorflow_default_limit(free: int, architecture: str) -> int:
-    """TensorFlow's default memory_limit: the free memory less a share for the system.
+    """TensorFlow's default memory_limit: the free memory minus a reserve for the system.
 
     From TensorFlow's source; checked against a measurement: 141,350 MiB of an H200 for the whole process.
     """
@@ -392,7 +393,7 @@ def bfc(start: Start) -> Allocator:
     return BFCAllocator(start.take, start.give, limit, start.growth)
 
 
-def xla(start: Start) -> Allocator:  # the budget switches its preallocation off
+def xla(start: Start) -> Allocator:  # without preallocation, which the budget disables
     limit = jax_default_limit(start.gpu.usable) if start.cap is None else start.cap
     return BFCAllocator(start.take, start.give, limit, growth=start.cap is not None, collects=False)
 

@@ -1,4 +1,4 @@
-"""Memory regions divided into chunks: shared by the models of allocators and of the driver's slabs."""
+"""Memory regions divided into chunks, used by the models of allocators and of the driver's slabs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class Arena:
         self._address = 0
 
     def add(self, size: int) -> Chunk:
-        """Add a region; returns its free chunk, which remains the region's first one after any split or merge."""
+        """Add a region; returns its free chunk. After any split or merge this object stays the region's first chunk."""
         chunk = Chunk(self._address, size)
         self._insert(chunk)
-        self._address += size + 1  # the gap keeps regions apart
+        self._address += size + 1  # the gap prevents merging across regions
         return chunk
 
     def fit(self, size: int) -> Chunk | None:
-        """The smallest free chunk of at least that size, which stays in the free list; None if there is none."""
+        """The smallest free chunk of at least that size; None if there is none. The chunk stays free."""
         at = bisect.bisect_left(self._free, (size,))
         return self._free[at][2] if at < len(self._free) else None
 
     def occupy(self, chunk: Chunk, size: int | None) -> Chunk:
-        """Mark a free chunk as used, with only its first `size` bytes (None: all)."""
+        """Mark the first `size` bytes (None: all) of a free chunk as used."""
         self._remove(chunk)
         if size is not None and size < chunk.size:
             rest = Chunk(chunk.address + size, chunk.size - size)

@@ -1,7 +1,7 @@
-"""Models of CuPy's pool and of Numba, which take single allocations from the driver, and of the driver's pages.
+"""Models of CuPy's pool and of Numba's memory manager, which make single driver allocations, and of the driver's pages.
 
-Written from the sources of CuPy's MemoryPool and Numba's memory manager, and checked against figures measured on an
-H200. Not modelled: streams, memory hooks, `gc.collect()`, pending modules and events, `defer_cleanup`.
+They follow the sources of CuPy's MemoryPool and Numba's memory manager, and were checked against figures measured on an
+H200. They omit streams, memory hooks, `gc.collect()`, pending modules and events, and `defer_cleanup`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,22 @@ from memguard._frameworks.simulated.allocators import Allocator, serving
 from memguard._frameworks.simulated.arena import Arena, Chunk
 
 UNIT = 512
-"""Bytes. CuPy rounds requests up to this, and the driver rounds the pieces of a slab."""
+"""Bytes. CuPy rounds requests up to this, and the driver the pieces of a slab."""
 
 
 class Piece(NamedTuple):
-    """One driver allocation: its bytes, and its chunk in a slab (None: on its own pages)."""
+    """One driver allocation: its bytes, and its chunk in a slab (None: it has its own pages)."""
 
     size: int
     part: Chunk | None
 
 
 class SimulatedPages:
-    """The driver's pages for single allocations. `take` (False: refused) and `give` move whole 2 MiB pages.
+    """The driver's pages for single allocations. `take` (False: refused) and `give` take and return whole pages of 2
+    MiB.
 
-    Measured: above 1 MiB each allocation is rounded up to 2 MiB; a smaller one lies wholly in one slab of 2 MiB.
-    Assumed: best fit within the slabs; a slab goes back with its last part.
+    Measured: the driver rounds each allocation above 1 MiB up to 2 MiB, and puts a smaller one wholly into one slab of
+    2 MiB. Assumed: best fit within the slabs; a slab is freed with its last piece.
     """
 
     def __init__(self, take: Callable[[int], bool], give: Callable[[int], None]) -> None:
@@ -39,7 +40,7 @@ class SimulatedPages:
         self._parts: Counter[int] = Counter()
 
     def allocate(self, nbytes: int) -> Piece | None:
-        """None if a page is needed and refused."""
+        """Allocate; None if it needs a page and `take` refuses."""
         if nbytes > SMALL:
             pages = round_up(nbytes)
             return Piece(pages, None) if self._take(pages) else None
@@ -81,9 +82,9 @@ def _slab(part: Chunk) -> int:
 
 
 class CuPyPool(Allocator):
-    """CuPy's MemoryPool (14), one stream. `held` is its own count, `total_bytes()`: the driver may take more.
+    """CuPy's MemoryPool (14), one stream. `held` is its own count, `total_bytes()`: the driver's pages may be more.
 
-    Without a cap it models plain CuPy; with a cap, CuPy under memguard's allocator, which rounds to whole shares.
+    Without a cap it models plain CuPy; with a cap, CuPy with memguard's allocator, which rounds by `whole_share`.
     """
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
@@ -112,7 +113,7 @@ class CuPyPool(Allocator):
         if chunk is None:
             self.trim()
             chunk = self._miss(size)
-        if chunk is None and wrapped:  # the requested size, where that takes no driver memory
+        if chunk is None and wrapped:  # try the requested size, which may need no driver memory
             size = round_up(nbytes, UNIT)
             chunk = self._arena.fit(size) or (self._miss(size) if self._pages.gap(size) else None)
         if chunk is None:
@@ -138,11 +139,11 @@ class CuPyPool(Allocator):
 
 
 class NumbaMemory(Allocator):
-    """Numba's memory manager. Without a cap: no pool, each array is one allocation from the driver.
+    """Numba's memory manager. Without a cap it has no pool: each array is one driver allocation.
 
     Freed memory stays held until more than ten frees, or more than a fifth of `total` (the device's bytes), are
-    pending. Under a cap memguard then pools it, and reuses it for requests that the driver rounds up to the same size.
-    `managed`: whether it began with a cap, as the memory manager cannot be changed afterwards.
+    pending. Under a cap memguard then pools the memory, and reuses it for requests that the driver rounds up to the
+    same size. `managed`: whether it was created under a cap, as the memory manager cannot change afterwards.
     """
 
     MOST_PENDING, PENDING_SHARE = 10, 5
@@ -164,19 +165,19 @@ class NumbaMemory(Allocator):
         return self._pages.returned_by([*self._pending, *(piece for kept in self._pooled.values() for piece in kept)])
 
     def trim(self) -> int:
-        """`deallocations.clear()`, which runs the pending frees; then frees the pool."""
+        """`deallocations.clear()`, which runs the pending frees; then free the pool."""
         before = self.held
         self._flush()
-        while self._give_one_back():
+        while self._free_pooled_block():
             pass
         return before - self.held
 
-    def give_back(self, needed: int) -> None:
-        """Free the fewest pooled blocks that suffice, once nothing is pending; pieces of slabs last."""
+    def trim_partly(self, needed: int) -> None:
+        """Run the pending frees, then free the fewest pooled blocks that suffice; pieces of slabs last."""
         before = self.held
         self._flush()
         while self._pooled and (short := needed - before + self.held) > 0:
-            self._give_one_back(serving(self._pooled, short))
+            self._free_pooled_block(serving(self._pooled, short))
 
     def _flush(self) -> None:
         for piece in self._pending:
@@ -186,8 +187,8 @@ class NumbaMemory(Allocator):
                 self._pages.free(piece)
         self._pending, self._pending_bytes = [], 0
 
-    def _give_one_back(self, size: int | None = None) -> bool:
-        """Free a pooled block: of this size, or the latest one. False if there is none."""
+    def _free_pooled_block(self, size: int | None = None) -> bool:
+        """Free one pooled block, of this size or the latest size. False if there is none."""
         if not self._pooled:
             return False
         size = next(reversed(self._pooled)) if size is None else size
@@ -201,7 +202,7 @@ class NumbaMemory(Allocator):
         if piece is None:
             self._flush()
             piece = self._from_pool(nbytes) or self._pages.allocate(nbytes)
-        while piece is None and self._give_one_back():
+        while piece is None and self._free_pooled_block():
             piece = self._pages.allocate(nbytes)
         if piece is None:
             raise self._refused(nbytes)
@@ -209,7 +210,7 @@ class NumbaMemory(Allocator):
         return nbytes
 
     def _from_pool(self, nbytes: int) -> Piece | None:
-        """A pooled block; None if there is none, or above the cap, where pooled blocks must be freed."""
+        """A pooled block; None if there is none, or above the cap, as pooled blocks must be freed there."""
         kept = self._pooled.get(whole(nbytes))
         if not kept or self.cap is None or self.held > self.cap:
             return None

@@ -1,17 +1,18 @@
-"""TensorFlow: a logical device with `memory_limit` on every visible GPU, and growth through the environment.
+"""Caps TensorFlow by a logical device with `memory_limit` on every visible GPU, and sets growth in the environment.
 
-Measured: the limit must be set before TensorFlow builds its allocator, at its first operation. With a limit, growth set
-on the device is silently lost, so the adapter sets `TF_FORCE_GPU_ALLOW_GROWTH`. Without a limit, TensorFlow takes a
-whole GPU. `cuda_malloc_async` ignores the limit, so the adapter refuses it. Nothing shrinks the pool afterwards. With
-growth TensorFlow does not report its held bytes.
+Measured: the limit must be set before TensorFlow creates its allocator, at its first operation. With a limit,
+TensorFlow silently ignores growth set on the device, so the adapter sets `TF_FORCE_GPU_ALLOW_GROWTH`. Without a limit,
+TensorFlow takes a whole GPU. `cuda_malloc_async` ignores the limit, so the adapter refuses it. The pool never shrinks.
+With growth TensorFlow does not report its held bytes.
 
-The adapter applies the cap to a later `set_logical_device_configuration` and to the `config` of a TF1 session, in the
-functions behind all their names: `Context.set_logical_device_configuration` and `BaseSession.__init__`. A session with
+The adapter applies the cap to later calls of `set_logical_device_configuration` and to the `config` of TF1 sessions, in
+the private functions behind them: `Context.set_logical_device_configuration` and `BaseSession.__init__`. A session with
 its own `config` would ignore the logical devices.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -21,14 +22,15 @@ from typing import Any
 
 from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, Usage, usage_of
+from memguard._base.undo import Undo
 from memguard._base.units import MIB, format_size, round_up
-from memguard._frameworks.base import Framework, accept_standing, weakly
+from memguard._frameworks.base import Framework, accept_permanent_limits, weak_reference
 from memguard._frameworks.replacements import Replacements
 from memguard._frameworks.tensorflow.spec import SPEC
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
-standing_caps: dict[str, tuple[int, int, bool]] = {}
-"""Cap, limit and growth at TensorFlow's start, by device UUID. They stay until the process ends."""
+permanent_caps: dict[str, tuple[int, int, bool]] = {}
+"""Cap, limit and growth at TensorFlow's start, by device UUID, which stay until the process ends."""
 _EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATORS = SPEC.allocators
@@ -47,21 +49,21 @@ class TensorFlow(Framework):
         self._growth = True
         self._limits: dict[str, int] = {}  # the effective limit: the cap, or the user's own stricter limit
         self._logical: dict[str, int] = {}
-        self._seen: dict[str, range] | None = None  # its device numbers for each GPU, if live without caps
-        self._unmatched = False  # whether it then has GPUs of unknown UUID
-        self._gpus: dict[Any, str] = {}  # UUID by TensorFlow's device
-        self._asked: dict[Any, list[Any]] = {}  # the user's later settings, by TensorFlow's device
-        self._spans: dict[str, range] = {}  # its device numbers for each GPU, once the user has configured one
+        self._seen: dict[str, range] | None = None  # logical devices' numbers by GPU, of a live TensorFlow without caps
+        self._unmatched = False  # whether a GPU of such a TensorFlow has an unknown UUID
+        self._gpus: dict[Any, str] = {}  # UUIDs by TensorFlow's device
+        self._user_devices: dict[Any, list[Any]] = {}  # the user's later configurations, by TensorFlow's device
+        self._spans: dict[str, range] = {}  # logical devices' numbers by GPU, once the user has configured one
         self._undo_allocator: Callable[[], None] = lambda: None
-        self._lost: list[Drift] = []  # the drift found
-        self._settled: weakref.ref[Any] | None = None  # the live context whose drift is final
-        self._session = False  # a TF1 session created the allocators, without the eager context
+        self._last_drift: list[Drift] = []  # the drift at the last check
+        self._final_context: weakref.ref[Any] | None = None  # the live context for which `_last_drift` is final
+        self._session = False  # whether a TF1 session created the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
-        safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # as `_context`
+        safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # inlines `_context`
         return safe is not None and getattr(safe(), "_context_handle", None) is not None
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         tf: Any = sys.modules["tensorflow"]
         self._refuse_unlimited()
         if self._live(tf):
@@ -71,63 +73,51 @@ class TensorFlow(Framework):
             why = "" if tf.test.is_built_with_cuda() else ": this TensorFlow is built without CUDA"
             note = f"tensorflow sees no GPU{why}; its share stays free"
             _log.warning("%s", note)
-            return Applied(Enforcement.ABSENT, lambda: None, notes=(note,))
-        self._caps, self._growth, self._settled = dict(caps), bool(options.get("growth", True)), None
-        undo: list[Callable[[], None]] = []
-        notes = list(self.notes)
-        try:
-            by_gpu = self._match(gpus)
-            wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
-            if own not in ("", wanted):
-                self._say(f"tensorflow: {_GROWTH}={own} was set, but the budget's growth: {wanted} holds")
-            undo.append(as_it_is(_GROWTH))
-            self.changes.add(self.name, undo[0])
-            os.environ[_GROWTH] = wanted
-            for gpu, uuid in by_gpu:
-                limit, step = self._limit(tf, gpu, caps[uuid])
-                self._limits[uuid] = limit
-                undo.append(step)
-            self._logical = {uuid: position for position, (_, uuid) in enumerate(by_gpu)}
-            self._gpus = dict(by_gpu)
-            replaced = Replacements()
-            self.changes.add(self.name, replaced.undo)
-            undo.append(replaced.undo)
-            self._replace(replaced)
-        except BaseException:
-            self._caps, self._limits, self.notes = {}, {}, notes
-            for step in reversed(undo):
-                step()
-            raise
+            return Applied(Enforcement.ABSENT, notes=(note,))
+        undo.add(self.name, functools.partial(self._forget, [*self.notes]))
+        self._caps, self._growth, self._final_context = dict(caps), bool(options.get("growth", True)), None
+        by_gpu = self._match(gpus)
+        wanted, own = ("true" if self._growth else "false"), os.environ.get(_GROWTH, "").strip().lower()
+        if own not in ("", wanted):
+            self._add_note(f"tensorflow: {_GROWTH}={own} was set, but the budget's growth: {wanted} holds")
+        undo.add(self.name, restorer(_GROWTH))
+        os.environ[_GROWTH] = wanted
+        for gpu, uuid in by_gpu:
+            self._limits[uuid] = self._limit(tf, gpu, caps[uuid], undo)
+        self._logical = {uuid: position for position, (_, uuid) in enumerate(by_gpu)}
+        self._gpus = dict(by_gpu)
+        self._replace(undo)
+        return Applied(Enforcement.ENFORCED)
 
-        def undo_all() -> None:
-            undo[0]()  # the environment variable, which children would inherit
-            undo[-1]()
-            self._undo_allocator()
-            if self._live(tf) or self._session:
-                standing_caps.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
-                raise CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
-            for step in reversed(undo[1:]):
-                step()
-            self._logical, self._limits, self._gpus, self._asked, self._spans = {}, {}, {}, {}, {}
+    def _forget(self, notes: list[str]) -> None:
+        """The last undo step. Raises CapNotApplied if TensorFlow has created its allocator."""
+        self._undo_allocator()
+        if self._started():
+            raise self._kept()
+        self._logical, self._limits, self._gpus, self._user_devices, self._spans = {}, {}, {}, {}, {}
+        self._caps, self.notes = {}, notes
 
-        return Applied(Enforcement.ENFORCED, undo_all)
+    def _kept(self) -> CapNotApplied:
+        """Record the limits that stay until the process ends. Returns the error that reports them."""
+        permanent_caps.update({u: (self._caps[u], self._limits[u], self._growth) for u in self._logical})
+        return CapNotApplied(self.name, "its allocator exists; its limit stays", "restart the process")
 
     def _accept_standing(self, caps: Mapping[str, int]) -> Applied:
-        standing = {uuid: (cap, limit) for uuid, (cap, limit, _) in standing_caps.items()}
-        applied = accept_standing(self.name, "TensorFlow", "allocator", standing, caps)
-        self._caps, self._settled = dict(caps), None
-        for position, (uuid, (_, limit, self._growth)) in enumerate(standing_caps.items()):
+        standing = {uuid: (cap, limit) for uuid, (cap, limit, _) in permanent_caps.items()}
+        applied = accept_permanent_limits(self.name, "TensorFlow", "allocator", standing, caps)
+        self._caps, self._final_context = dict(caps), None
+        for position, (uuid, (_, limit, self._growth)) in enumerate(permanent_caps.items()):
             self._limits[uuid], self._logical[uuid] = limit, position
-            self._say_stricter(f"GPU:{position}", limit, caps[uuid])
+            self._note_stricter(f"GPU:{position}", limit, caps[uuid])
         return applied
 
     def usage(self, device: Device) -> Usage | None:
-        """From `get_memory_info` (2.3 µs), called only once TensorFlow is live, because it would initialise TensorFlow.
+        """Usage from `get_memory_info` (2.3 µs), only for a live TensorFlow, as the call initialises it.
 
         With growth TensorFlow reports bytes in use, not bytes held: then held is None, with bounds. The lower bound is
-        its peak, which is too high after its allocator released idle regions, as it does before it refuses a request.
-        Both figures are None for the sessions of a TF1 program without the eager context, for an allocator without
-        statistics, and where its GPUs cannot be identified.
+        the peak in use, which is too high after the allocator has released idle regions, as it does before it refuses a
+        request. Both figures are None for sessions of a TF1 program without the eager context, for an allocator without
+        statistics, and if a GPU cannot be identified.
         """
         tf: Any = sys.modules.get("tensorflow")
         if tf is None:
@@ -136,7 +126,7 @@ class TensorFlow(Framework):
         if not self._live(tf):
             if not self._session or uuid not in self._logical:
                 return None
-            return self._untold(uuid)
+            return self._unreported(uuid)
         in_use = peak = 0
         try:
             number = self._logical.get(uuid)
@@ -147,7 +137,7 @@ class TensorFlow(Framework):
                 info = tf.config.experimental.get_memory_info(f"GPU:{number}")
                 in_use, peak = in_use + info["current"], peak + info["peak"]
         except (ValueError, RuntimeError, AttributeError):
-            return self._untold(uuid) if _has(tf, number or 0) else None
+            return self._unreported(uuid) if _has_logical_gpu(tf, number or 0) else None
         if not numbers:
             return None
         limit = self._limits.get(uuid) if uuid in self._logical else None
@@ -155,13 +145,13 @@ class TensorFlow(Framework):
             return usage_of((limit, in_use, 0, None, None, peak))
         return usage_of((None, in_use, 0, peak, limit, peak))
 
-    def _untold(self, uuid: str) -> Usage:
-        """Usage of a GPU for which TensorFlow reports nothing: without growth the pool equals its limit."""
+    def _unreported(self, uuid: str) -> Usage:
+        """Usage of a GPU for which TensorFlow reports no figures. Without growth the pool's size is its limit."""
         limit = self._limits.get(uuid) if uuid in self._logical else None
         return Usage(None, None, 0, held_at_most=limit) if self._growth or limit is None else Usage(limit, None, 0)
 
     def trim(self, device: Device) -> None:
-        """Does nothing: TensorFlow's pool cannot be shrunk from outside."""
+        """Does nothing, as TensorFlow has no function to shrink its pool."""
 
     def resize(self, caps: Mapping[str, int]) -> None:
         raise CapNotApplied(
@@ -174,20 +164,20 @@ class TensorFlow(Framework):
         return round_up(size, 256)
 
     def drift(self) -> Sequence[Drift]:
-        """Limits that were removed or raised before TensorFlow went live; afterwards they cannot change."""
+        """Limits that other code removed or raised before TensorFlow went live; afterwards they cannot change."""
         tf: Any = sys.modules.get("tensorflow")
         if tf is None or not self._logical:
             return []
         context = _context()
-        if getattr(context, "_context_handle", None) is None:  # not live, or None
+        if getattr(context, "_context_handle", None) is None:  # `context` is None or not live
             context = None
-        elif self._settled is not None and self._settled() is context:
-            return self._lost
-        gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both in TensorFlow's order
+        elif self._final_context is not None and self._final_context() is context:
+            return self._last_drift
+        gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both have TensorFlow's order
         lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
-        self._lost = [Drift(f"the limit of {name} was removed or raised after memguard.init") for name in lost]
-        self._settled = weakly(context) if context is not None else None
-        return self._lost
+        self._last_drift = [Drift(f"the limit of {name} was removed or raised after memguard.init") for name in lost]
+        self._final_context = weak_reference(context) if context is not None else None
+        return self._last_drift
 
     def forked(self) -> None:
         self._gpus = {}  # the child's own settings apply
@@ -219,27 +209,29 @@ class TensorFlow(Framework):
         return matched
 
     def _numbers(self, tf: Any, device: Device) -> Sequence[int] | None:
-        """The numbers of the GPU's logical devices; empty if TensorFlow has none there, None if that is unknown."""
+        """The numbers of the GPU's logical devices; empty if it has none, None if unknown."""
         if self._spans:
             return self._spans.get(device.uuid, ())
         if self._logical:
             number = self._logical.get(device.uuid)
             return () if number is None else (number,)
         if self._seen is None:
-            self._seen = self._look(tf)
+            self._seen = self._read_numbers(tf)
         return self._seen.get(device.uuid, None if self._unmatched else ())
 
-    def _count(self) -> dict[str, range]:
-        """The device numbers for all GPUs, of which the user may have split some into several logical devices."""
+    def _count_numbers(self) -> dict[str, range]:
+        """The numbers of the logical devices for each GPU. The user may have split a GPU into several logical
+        devices."""
         found, first = {}, 0
         for gpu, uuid in self._gpus.items():
-            count = len(self._asked.get(gpu) or "1")
+            count = len(self._user_devices.get(gpu) or "1")
             found[uuid] = range(first, first + count)
             first += count
         return found
 
-    def _look(self, tf: Any) -> dict[str, range]:
-        """The device numbers for all GPUs. CUDA is initialised, so reading its numbering starts no child process."""
+    def _read_numbers(self, tf: Any) -> dict[str, range]:
+        """Read the logical devices' numbers for each GPU. CUDA is initialised, so reading its ordinals starts no child
+        process."""
         gpus = tf.config.get_visible_devices("GPU")
         try:
             devices = self.host.devices(ordinals=True) if gpus else ()
@@ -256,77 +248,77 @@ class TensorFlow(Framework):
             first += count
         return found
 
-    def _limit(self, tf: Any, gpu: Any, cap: int) -> tuple[int, Callable[[], None]]:
-        """Limit a GPU. Returns the effective limit in bytes, and the undo. If it raises, the device table is
-        unchanged."""
+    def _limit(self, tf: Any, gpu: Any, cap: int, undo: Undo) -> int:
+        """Limit a GPU. Returns the effective limit in bytes."""
         own = tf.config.get_logical_device_configuration(gpu)
 
-        def undo() -> None:
+        def restore() -> None:
+            if self._started():  # the limit stays, as `_forget` reports
+                return
             table = getattr(_context(), "_virtual_device_map", None)
             if not isinstance(table, dict):
                 raise CapNotApplied(
                     self.name, "this TensorFlow keeps its device table elsewhere", "restart the process"
                 )
-            if gpu in self._asked:
-                table[gpu] = self._asked[gpu]
+            if gpu in self._user_devices:
+                table[gpu] = self._user_devices[gpu]
             elif not own:
                 table.pop(gpu, None)
 
+        undo.add(self.name, restore)
         if own:
-            return self._keep(gpu, [c.memory_limit for c in own], cap), undo
+            return self._accept_user_limit(gpu, [c.memory_limit for c in own], cap)
         wanted = tf.config.LogicalDeviceConfiguration(memory_limit=cap // MIB)
         tf.config.set_logical_device_configuration(gpu, [wanted])
-        try:
-            back = tf.config.get_logical_device_configuration(gpu)
-            if not back or back[0].memory_limit != cap // MIB:
-                raise CapNotApplied(self.name, f"memory_limit reads back as {back!r}", "report this with its version")
-        except BaseException:
-            undo()
-            raise
-        return cap // MIB * MIB, undo
+        back = tf.config.get_logical_device_configuration(gpu)
+        if not back or back[0].memory_limit != cap // MIB:
+            raise CapNotApplied(self.name, f"memory_limit reads back as {back!r}", "report this with its version")
+        return cap // MIB * MIB
 
-    def _replace(self, replaced: Replacements) -> None:
+    def _replace(self, undo: Undo) -> None:
         """Apply the cap to the user's later configuration calls."""
+        replaced = Replacements()
+        undo.add(self.name, replaced.undo)
         context: Any = sys.modules.get("tensorflow.python.eager.context")
         session: Any = sys.modules.get("tensorflow.python.client.session")
         cls = getattr(context, "Context", None)
         if cls is not None:
-            replaced.put(cls, "set_logical_device_configuration", self._configured)
-            replaced.put(cls, "set_memory_growth", self._growing)
-            replaced.put(cls, "_compute_gpu_options", self._starting)
+            replaced.put(cls, "set_logical_device_configuration", self._wrap_set_configuration)
+            replaced.put(cls, "set_memory_growth", self._wrap_set_growth)
+            replaced.put(cls, "_compute_gpu_options", self._wrap_gpu_options)
         if hasattr(session, "BaseSession"):
-            replaced.put(session.BaseSession, "__init__", self._in_session)
+            replaced.put(session.BaseSession, "__init__", self._wrap_session_init)
 
-    def _configured(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_set_configuration(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_logical_device_configuration(context: Any, dev: Any, virtual_devices: Any) -> Any:
             uuid = self._gpus.get(dev)
             if uuid is None or any(entry.memory_limit is None for entry in virtual_devices):
-                return original(context, dev, virtual_devices)  # raises TensorFlow's own error for the missing limit
+                return original(context, dev, virtual_devices)  # TensorFlow raises its own error for a missing limit
             cap = self._caps[uuid] // MIB
-            limits = _within([entry.memory_limit for entry in virtual_devices], cap)
+            limits = _scaled_to_cap([entry.memory_limit for entry in virtual_devices], cap)
             entries = list(virtual_devices) or [_module("LogicalDeviceConfiguration")()]
             held = [entry._replace(memory_limit=limit) for entry, limit in zip(entries, limits, strict=True)]
             fits = held == entries
             answer = original(context, dev, virtual_devices if fits else held)
-            self._asked[dev], self._limits[uuid] = virtual_devices, int(sum(limits)) * MIB
-            self._spans = self._count()
+            self._user_devices[dev], self._limits[uuid] = virtual_devices, int(sum(limits)) * MIB
+            self._spans = self._count_numbers()
             if not fits:
                 asked = int(sum(entry.memory_limit or 0 for entry in entries)) * MIB
-                self._say_larger(
+                self._warn_of_larger(
                     f"set_logical_device_configuration ({format_size(asked) if asked else 'no limit'})",
-                    _short(dev),
+                    _short_name(dev),
                     cap * MIB,
                 )
             return answer
 
         return set_logical_device_configuration
 
-    def _growing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_set_growth(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_memory_growth(context: Any, dev: Any, enable: bool) -> Any:
-            """Call TensorFlow without memguard's entry in the device table, with which TensorFlow would refuse
+            """Call the original without memguard's entry in the device table: with the entry, TensorFlow refuses
             growth."""
             table = getattr(context, "_virtual_device_map", None)
-            if dev not in self._gpus or dev in self._asked or not isinstance(table, dict) or dev not in table:
+            if dev not in self._gpus or dev in self._user_devices or not isinstance(table, dict) or dev not in table:
                 return original(context, dev, enable)
             ours = table[dev]
             try:
@@ -335,7 +327,7 @@ class TensorFlow(Framework):
             finally:
                 table[dev] = ours
             if bool(enable) != self._growth:
-                self._say(
+                self._add_note(
                     f"tensorflow: set_memory_growth({enable}) changes nothing: the budget's growth: "
                     f"{str(self._growth).lower()} holds"
                 )
@@ -343,7 +335,7 @@ class TensorFlow(Framework):
 
         return set_memory_growth
 
-    def _starting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_gpu_options(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _compute_gpu_options(context: Any) -> Any:
             self._limited_allocator()
             return original(context)
@@ -351,11 +343,11 @@ class TensorFlow(Framework):
         return _compute_gpu_options
 
     def _limited_allocator(self) -> None:
-        """Unset a later choice of an allocator without a limit, right before TensorFlow reads the variable."""
+        """Unset the variable if it was set later to an allocator without a limit, right before TensorFlow reads it."""
         value = os.environ.get(ALLOCATOR, "")
         why = _ALLOCATORS.why_uncapped(value)
         if self._gpus and why is not None and not self._started():
-            self._undo_allocator = as_it_is(ALLOCATOR)
+            self._undo_allocator = restorer(ALLOCATOR)
             os.environ.pop(ALLOCATOR, None)
             self._warn(
                 f"tensorflow: {ALLOCATOR}={value} was set after memguard.init, and it {why}: it is unset, so that "
@@ -363,19 +355,20 @@ class TensorFlow(Framework):
             )
 
     def _started(self) -> bool:
-        return self._session or self._live(sys.modules["tensorflow"])
+        return self._session or getattr(_context(), "_context_handle", None) is not None
 
-    def _in_session(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_session_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(session: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:  # noqa: N807
             self._limited_allocator()
-            here = not target and (config is None or hasattr(config, "gpu_options"))  # not a server's, nor invalid
-            original(session, target, graph, self._in_proto(config) if here and config is not None else config)
+            here = not target and (config is None or hasattr(config, "gpu_options"))  # a local session, a valid config
+            original(session, target, graph, self._capped_config(config) if here and config is not None else config)
             self._session = self._session or (here and _uses_gpus(config))
 
         return __init__
 
-    def _in_proto(self, config: Any) -> Any:
-        """A session's ConfigProto with every GPU within its cap: the same object if it already is."""
+    def _capped_config(self, config: Any) -> Any:
+        """The session's ConfigProto, with limits within the cap of every GPU. The same object if its limits already
+        are."""
         options = config.gpu_options
         uuids = list(self._gpus.values())
         listed = [int(n) for n in options.visible_device_list.split(",") if n.strip().isdigit()]
@@ -389,12 +382,12 @@ class TensorFlow(Framework):
         asked: list[list[float]] = own or [
             [int(fraction * usable.get(uuid, 0)) // MIB] if fraction else [] for uuid in chosen
         ]
-        wanted = [_within(limits, cap) for limits, cap in zip(asked, caps, strict=False)]
+        wanted = [_scaled_to_cap(limits, cap) for limits, cap in zip(asked, caps, strict=False)]
         if wanted == asked and len(asked) == len(caps):
             return config
         held = type(config)()
         held.CopyFrom(config)
-        held.gpu_options.ClearField("per_process_gpu_memory_fraction")  # TensorFlow allows it only without a limit
+        held.gpu_options.ClearField("per_process_gpu_memory_fraction")  # TensorFlow rejects a fraction with a limit
         devices = held.gpu_options.experimental.virtual_devices
         if not own:
             for limits in wanted:
@@ -408,19 +401,19 @@ class TensorFlow(Framework):
             shown = f"per_process_gpu_memory_fraction={fraction:.4g}" if fraction else "virtual_devices"
             largest = max((size for size in given if size is not None), default=0)
             setting = f"the config of a session ({shown}, {format_size(int(largest))})"
-            self._say_larger(setting, f"GPU:{listed[0] if listed else 0}", caps[0] * MIB)
+            self._warn_of_larger(setting, f"GPU:{listed[0] if listed else 0}", caps[0] * MIB)
         else:
-            self._say("tensorflow: a session has a config without a limit: the cap holds in it")
+            self._add_note("tensorflow: a session has a config without a limit: the cap holds in it")
         return held
 
-    def _say_larger(self, setting: str, where: str, cap: int) -> None:
+    def _warn_of_larger(self, setting: str, where: str, cap: int) -> None:
         self._warn(f"tensorflow: {setting} asks for more than the cap of {format_size(cap)} on {where}: the cap holds")
 
-    def _keep(self, gpu: Any, limits: list[int | None], cap: int) -> int:
-        """The user's own limit in bytes. ConflictingSetting if it is looser than the cap."""
+    def _accept_user_limit(self, gpu: Any, limits: list[int | None], cap: int) -> int:
+        """The user's own limit in bytes. Raises ConflictingSetting if it is looser than the cap."""
         only = limits[0] if len(limits) == 1 else None
         if only is not None and only * MIB <= cap:
-            self._say_stricter(_short(gpu), only * MIB, cap)
+            self._note_stricter(_short_name(gpu), only * MIB, cap)
             return only * MIB
         setting = f"set_logical_device_configuration of {gpu.name} ({', '.join(str(limit) for limit in limits)} MiB)"
         if len(limits) > 1:
@@ -435,22 +428,23 @@ class TensorFlow(Framework):
             self.name, setting, f"is looser than the cap of {format_size(cap)}", f"remove that call{larger}"
         )
 
-    def _say_stricter(self, name: str, limit: int, cap: int) -> None:
+    def _note_stricter(self, name: str, limit: int, cap: int) -> None:
         if limit < cap // MIB * MIB:
-            self._say(
+            self._add_note(
                 f"tensorflow: its own memory_limit of {format_size(limit)} on {name} is stricter than the cap of "
                 f"{format_size(cap)} and stays"
             )
 
 
 def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | None:
-    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If TensorFlow and CUDA both have one GPU, they match."""
+    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If TensorFlow and CUDA both have one GPU, it is that
+    GPU."""
     ordinal = int(gpu.name.rsplit(":", 1)[1])
     alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
     return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
 
 
-def _within(limits: Sequence[float], cap: int) -> list[float]:
+def _scaled_to_cap(limits: Sequence[float], cap: int) -> list[float]:
     """Limits of one GPU's logical devices, in MiB, scaled down so that their sum fits the cap."""
     total = sum(limits)
     if not limits:
@@ -459,11 +453,11 @@ def _within(limits: Sequence[float], cap: int) -> list[float]:
 
 
 def _uses_gpus(config: Any) -> bool:
-    """Whether a session with this ConfigProto, or with none, may use a GPU."""
+    """Whether a session with this ConfigProto (None: without one) may use a GPU."""
     return config is None or "GPU" not in config.device_count or config.device_count["GPU"] > 0
 
 
-def _short(gpu: Any) -> str:
+def _short_name(gpu: Any) -> str:
     """`GPU:0`."""
     return str(gpu.name).rsplit("physical_device:", 1)[-1]
 
@@ -477,8 +471,8 @@ def _limited(tf: Any, gpu: Any, cap: int) -> bool:
     return bool(limits) and None not in limits and sum(limits) * MIB <= cap
 
 
-def _has(tf: Any, number: int) -> bool:
-    """Whether the live TensorFlow has a logical GPU of that number; True if it cannot be read."""
+def _has_logical_gpu(tf: Any, number: int) -> bool:
+    """Whether the live TensorFlow has a logical GPU of that number; True if unknown."""
     try:
         return number < len(tf.config.list_logical_devices("GPU"))
     except (ValueError, RuntimeError, AttributeError):
@@ -486,14 +480,14 @@ def _has(tf: Any, number: int) -> bool:
 
 
 def _context() -> Any:
-    """TensorFlow's eager context if it exists; `context_safe` creates none."""
+    """TensorFlow's eager context, or None. `context_safe` creates none."""
     module = sys.modules.get(_EAGER)
     safe = getattr(module, "context_safe", None)
     return safe() if safe is not None else None
 
 
-def as_it_is(name: str) -> Callable[[], None]:
-    """A function that restores the environment variable's current value."""
+def restorer(name: str) -> Callable[[], None]:
+    """Return a function that restores the environment variable's current value."""
     before = os.environ.get(name)
 
     def undo() -> None:

@@ -1,7 +1,7 @@
-"""TensorFlow's tensors, shared through unversioned DLPack capsules: row-major, at addresses that are multiples of 64.
+"""The exchange adapter of TensorFlow's tensors: unversioned DLPack, row-major, at multiples of 64 bytes.
 
 An operation on another address aborts the process (`Check failed: IsAligned()`, measured). TensorFlow names no stream:
-its export waits for its device, and before its import the host waits for the producer's work.
+its export waits for the device, and before its import the host waits for the producer's work.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from typing import Any, ClassVar, NamedTuple
 
 from memguard._frameworks.arrays import dlpack
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import DTYPES, NO_FLOAT8, View
@@ -54,11 +54,11 @@ class TensorFlowArrays(Arrays):
     _known: _Calls | None = None
 
     def _calls(self) -> _Calls:
-        """Cached functions: a lookup in TensorFlow's package takes as long as a driver call."""
+        """TensorFlow's functions, cached: a lookup in its package takes as long as a driver call."""
         tf, known = sys.modules["tensorflow"], self._known
         if known is None or known.tf is not tf:
-            ways = tf.experimental.dlpack
-            known = self._known = _Calls(tf, tf.executing_eagerly, ways.to_dlpack, ways.from_dlpack)
+            functions = tf.experimental.dlpack
+            known = self._known = _Calls(tf, tf.executing_eagerly, functions.to_dlpack, functions.from_dlpack)
         return known
 
     def offer(self, x: Any) -> Offer:
@@ -83,7 +83,7 @@ class TensorFlowArrays(Arrays):
             view = dlpack.read(capsule)
         except (dlpack.BadCapsule, tf.errors.OpError) as error:
             raise self.refusal(str(error).splitlines()[0], "tf.cast it, or tf.identity(x) on a GPU") from error
-        device = None if view.device is None else _ordinal(view.device)  # the capsule contains TensorFlow's own number
+        device = None if view.device is None else _ordinal(view.device)  # the capsule has TensorFlow's device number
         if device != view.device:
             view = view._replace(device=device)
         return new_offer(("tensorflow", view, capsule, None, None, None, True))
@@ -91,7 +91,7 @@ class TensorFlowArrays(Arrays):
     def ready(self, offer: Offer, stream: int | None) -> None:
         """Does nothing: `to_dlpack` has waited for the values."""
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
         if "tensorflow" not in sys.modules:
             importlib.import_module("tensorflow")
         _, eager, _, from_dlpack = self._calls()
@@ -101,7 +101,7 @@ class TensorFlowArrays(Arrays):
                 "hand it over outside tf.function, and pass it as an argument",
             )
         number = None if view.device is None else _logical(view.device)
-        before(None)
+        make_wait(None)
         return from_dlpack(dlpack.capsule(view, lifetime, device=number))
 
     def copy(self, array: Any, device: int | None) -> Any:
@@ -114,12 +114,12 @@ class TensorFlowArrays(Arrays):
                 return tf.cast(tf.cast(moved, tf.uint8), tf.bool)
             if not moved.shape.num_elements():
                 return moved
-            # As bytes: DeepCopy moves half of the dtypes to the host (measured).
+            # Copies bytes, as DeepCopy moves half of the dtypes to the host (measured).
             copied = tf.raw_ops.DeepCopy(x=tf.bitcast(moved, tf.uint8))
             return tf.bitcast(copied, moved.dtype)
 
     def compact(self, x: Any) -> Any:
-        return self.copy(x, None)  # called only for host tensors: tensors on a GPU are compact and aligned
+        return self.copy(x, None)  # called for host tensors only, as tensors on a GPU are compact and aligned
 
     def upload(self, host: Any, device: int) -> Any:
         import tensorflow as tf
@@ -130,14 +130,14 @@ class TensorFlowArrays(Arrays):
 
 @functools.cache
 def _ordinal(logical: int) -> int:
-    """CUDA's ordinal of TensorFlow's GPU `logical`."""
+    """CUDA's ordinal of TensorFlow's GPU number `logical`."""
     names = _visible()
     return int(names[logical].rpartition(":")[2]) if logical < len(names) else logical
 
 
 @functools.cache
 def _logical(ordinal: int) -> int:
-    """TensorFlow's number of a GPU among its visible ones (`set_visible_devices`), fixed at its start."""
+    """TensorFlow's number of a GPU among its visible GPUs (`set_visible_devices`), fixed at TensorFlow's start."""
     names = _visible()
     wanted = f"GPU:{ordinal}"
     for number, name in enumerate(names):
@@ -150,7 +150,7 @@ def _logical(ordinal: int) -> int:
 
 
 def _visible() -> list[str]:
-    """TensorFlow's visible GPUs, in its order. Their names end in CUDA's ordinals."""
+    """The names of TensorFlow's visible GPUs, in its order. They end in CUDA's ordinals."""
     import tensorflow as tf
 
     return [device.name for device in tf.config.get_visible_devices("GPU")]

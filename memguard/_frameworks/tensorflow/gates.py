@@ -1,7 +1,7 @@
-"""The functions of TensorFlow that wait while the process is off its GPUs.
+"""The functions of TensorFlow that wait while the process is suspended.
 
-Every eager operation and every `tf.function` ends in a `TFE_Py_*Execute*`, a TensorFlow 1 graph in `TF_SessionRun*`.
-Whether these release the GIL was not read or measured.
+Every eager operation and every `tf.function` calls a `TFE_Py_*Execute*`, a TensorFlow 1 graph calls `TF_SessionRun*`.
+It is unknown whether these release the GIL.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from memguard._frameworks.optional_modules import Gates, Native, entries
+from memguard._frameworks.optional_modules import Gates, NativeThread, entries
 
 
 def with_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether TensorFlow has GPUs in use, and neither `tf.device` nor the arguments place this call on the CPU."""
+    """Whether this call may use a GPU: TensorFlow uses GPUs, and either no `tf.device` selects the CPU or an argument
+    is on a GPU."""
     if not live():
         return False
     context = sys.modules["tensorflow.python.eager.context"]._context
@@ -21,7 +22,7 @@ def with_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def live() -> bool:
-    """Whether TensorFlow has GPUs in use."""
+    """Whether TensorFlow uses GPUs."""
     context: Any = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
     return context is not None and bool(context._initialized and context._num_gpus)
 
@@ -32,7 +33,7 @@ def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def constant_on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `convert_to_eager_tensor(value, context, dtype)` runs within a `tf.device` of a GPU."""
+    """Whether `convert_to_eager_tensor(value, context, dtype)` runs inside a `tf.device` block of a GPU."""
     context = args[1] if len(args) > 1 else kwargs["ctx"]
     return "GPU" in str(context.device_name or "").upper()
 
@@ -99,7 +100,7 @@ GATES = (
                 "TF_SessionRun_wrapper TF_SessionPRun_wrapper TF_SessionRunCallable",
             ),
         ),
-        # TensorFlow 2.21 has no such thread (its library was searched). XLA has one since 2026: see `jax/gates.py`.
-        natives=(Native("libtensorflow_framework.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", live),),
+        # TensorFlow 2.21 has no such thread (from a search of its library). XLA has one since 2026: see `jax/gates.py`.
+        natives=(NativeThread("libtensorflow_framework.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", live),),
     ),
 )

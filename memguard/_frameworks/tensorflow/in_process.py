@@ -1,4 +1,4 @@
-"""Facts of a process that has imported TensorFlow."""
+"""Reads facts of a process that has imported TensorFlow."""
 
 from __future__ import annotations
 

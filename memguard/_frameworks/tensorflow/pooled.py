@@ -1,4 +1,4 @@
-"""TensorFlow in the shared pool: `cuda_malloc_async`, on the device's default pool. Watched.
+"""TensorFlow in the shared pool, through `cuda_malloc_async` on the device's default pool. Watched.
 
 Measured on an H200: TensorFlow allocates from the default pool whichever pool is current, its `memory_limit` does not
 cap it there (11,274 MiB were allocated under a limit of 4,096), and it sets that pool's release threshold to the limit.
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from memguard._base.types import Applied, Enforcement
+from memguard._base.undo import Undo
 from memguard._frameworks.pooled import PooledWatched
 from memguard._frameworks.tensorflow import adapter
 from memguard._frameworks.tensorflow.adapter import TensorFlow
@@ -24,28 +25,24 @@ _VARIABLE = adapter.ALLOCATOR
 class PooledTensorFlow(PooledWatched, TensorFlow):
     """TensorFlow's `cuda_malloc_async` allocator over the device's default pool."""
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         if self._live(sys.modules["tensorflow"]):
             raise CapNotApplied(
                 self.name,
                 "its allocator exists and cannot change",
                 "call memguard.init() before TensorFlow's first operation, or write 'strategy: caps'",
             )
-        self._refuse_unlimited()
-        before, restore = dict(adapter.standing_caps), adapter.as_it_is(_VARIABLE)
-        self.changes.add(self.name, restore)
-        os.environ[_VARIABLE] = _WANTED
-        try:
-            applied = super().apply(caps, options)
-        except BaseException:
-            restore()
-            raise
+        applied = super().apply(caps, options, undo)
         if applied.enforcement is Enforcement.ABSENT:
-            restore()
             return applied
+        undo.add(self.name, adapter.restorer(_VARIABLE))
+        os.environ[_VARIABLE] = _WANTED
         note = "tensorflow: watched, not capped: it draws from the device's default pool, where its limit is none"
-        stays = "its allocator exists and stays on the default pool"
-        return self._watched(applied, adapter.standing_caps, before, stays, note, restore)
+        return self._watched(applied, note, undo)
+
+    def _kept(self) -> CapNotApplied:
+        """No limit stays."""
+        return CapNotApplied(self.name, "its allocator exists and stays on the default pool", "restart the process")
 
     def _refuse_unlimited(self) -> None:
         value = os.environ.get(_VARIABLE, "").strip().lower()
@@ -58,7 +55,7 @@ class PooledTensorFlow(PooledWatched, TensorFlow):
             )
 
     def _limited_allocator(self) -> None:
-        """Restore the shared pool's allocator, right before TensorFlow reads the variable."""
+        """Select the shared pool's allocator again, right before TensorFlow reads the variable."""
         value = os.environ.get(_VARIABLE, "")
         if self._gpus and value.strip().lower() != _WANTED and not self._started():
             os.environ[_VARIABLE] = _WANTED

@@ -1,4 +1,4 @@
-"""The doctor's probe of TensorFlow."""
+"""The doctor's probe for TensorFlow."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 def probe(report: ProbeReport) -> None:
     """Import TensorFlow, list its devices and compute.
 
-    If TensorFlow finds no GPU it logs the reason and raises nothing, so the probe ends there.
+    If TensorFlow finds no GPU, it logs the reason and raises nothing, and the probe ends.
     """
-    os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # else it takes the whole GPU
+    os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # without growth TensorFlow takes the whole GPU
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"
-    os.environ.setdefault("TF_CPP_VMODULE", "dso_loader=1")  # logs each library that it opens or cannot open
+    os.environ.setdefault("TF_CPP_VMODULE", "dso_loader=1")  # logs each library that TensorFlow opens or fails to open
     with report.stage("import"):
         import tensorflow as tf
 

@@ -39,7 +39,7 @@ SPEC = FrameworkSpec(
             "pinned", True, "the pool of page-locked memory, by its name", r"allocator \w*host_bfc", shared=True
         ),
         ErrorPattern("host", True, "its allocators for the CPU", r"allocating tensor.*allocator (mkl)?cpu\b"),
-        # Of several nodes in the text, the first one failed; the others only wait for it.
+        # If the text has several nodes, the first one failed, and the others wait for it.
         ErrorPattern(
             "host",
             True,

@@ -1,23 +1,26 @@
-"""PyTorch: the caching allocator's per-process fraction, set to the exact byte.
+"""Caps PyTorch by its caching allocator's per-process fraction, to the exact byte.
 
 Measured on an H200 with torch 2.11: the native allocator stops exactly at the cap. It maps expandable segments in 20
 MiB pieces, which may exceed the cap by less than one piece, so the adapter sets the fraction 20 MiB lower. The async
-backend compares the fraction with bytes *in use* and let its pool hold 4 % more, so the adapter makes a driver pool
-with `maxSize` current under it (CUDA 12.2 and newer). Setting the fraction creates no context.
+backend compares the fraction with bytes *in use*, and its pool held 4 % more than the cap. So the adapter gives it a
+driver pool with `maxSize` as the current pool (CUDA 12.2 and newer). Setting the fraction creates no context.
 
-A fraction that the user sets later meets the cap in `torch._C._cuda_setMemoryFraction`, which every public name calls.
+The adapter limits a later fraction of the user in `torch._C._cuda_setMemoryFraction`, which every public function
+calls.
 
 Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)`.
 
 The native allocator's observer reports refused requests. It runs on the requesting thread, after torch has released its
 locks (`c10/cuda/CUDACachingAllocator.cpp`). It cannot be detached, and attaching it initialises CUDA.
 
-When the observer runs, torch has released its releasable cache: nothing is reclaimable. Idle memory of a private pool
-(a CUDA graph's, a `MemPool`'s) serves no other request, so torch's text counts it as allocated, and so does the record.
+Before the observer runs, torch has released its releasable cache, so nothing is reclaimable. Idle memory of a private
+pool (a CUDA graph's, a `MemPool`'s) serves no other request. So torch's error text counts it as allocated, and so does
+the record.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import sys
@@ -28,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from memguard._base.logs import log as _log
 from memguard._base.types import Applied, Device, Drift, Enforcement, TraceEvent, Usage, usage_of
+from memguard._base.undo import Undo
 from memguard._base.units import GRANULE, MIB, format_size, round_up
 from memguard._frameworks.driver_pages import PIECE, returned_by_trim
 from memguard._frameworks.replacements import Replacements
@@ -43,7 +47,7 @@ SEGMENT = 20 * MIB
 """Bytes. Expandable segments map memory in pieces of this size (measured)."""
 
 _observed: Any = None
-"""The torch module with memguard's observer: it cannot be detached, so it is attached once."""
+"""The torch module with memguard's observer, which is attached once, as it cannot be detached."""
 _observer: tuple[Torch, int] | None = None
 """The adapter that the observer calls, and its process; None if no cap is set."""
 _NO_LIBRARIES = frozenset[str]()
@@ -54,7 +58,7 @@ _FIGURES = (
     ("active_bytes", "current"),
     ("inactive_split_bytes", "current"),
 )
-"""The torch statistics of a reading."""
+"""The statistics of torch that a reading uses."""
 
 
 class Torch(resource.RmmClient):
@@ -68,16 +72,15 @@ class Torch(resource.RmmClient):
         self._before: dict[int, float] = {}
         self._pools: dict[str, CappedPool | DefaultPool] = {}
         self._uuids: dict[str, int] | None = None
-        self._set: dict[int, float] = {}  # as torch reads them back
-        self._expandable: bool | None = None  # its value when the caps were set
-        self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as set, and as torch reads it back
-        self._replaced = Replacements()
+        self._set: dict[int, float] = {}  # the fractions as torch reports them
+        self._expandable: bool | None = None  # whether segments were expandable when the caps were set
+        self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as set, and as torch reports it
         self._raw_set: Callable[[float, int], None] | None = None
         self._reconfigured = self._uncached = False
         self._unseen: str | None = None
 
     def why_absent(self) -> str | None:
-        """Not installed, or a build without CUDA. Read from `torch/version.py`; imports nothing."""
+        """Not installed, or a build without CUDA, from the text of `torch/version.py`. Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -87,12 +90,10 @@ class Torch(resource.RmmClient):
         return None
 
     def _live(self, module: ModuleType) -> bool:
-        asked = getattr(
-            getattr(module, "cuda", None), "is_initialized", None
-        )  # missing while another thread imports torch
-        return asked is not None and bool(asked())
+        query = getattr(getattr(module, "cuda", None), "is_initialized", None)  # absent during torch's import
+        return query is not None and bool(query())
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         torch = self._torch()
         if torch.version.hip:
             raise CapNotApplied(self.name, "this is a ROCm build", "memguard budgets NVIDIA GPUs: install a CUDA build")
@@ -100,28 +101,24 @@ class Torch(resource.RmmClient):
             raise CapNotApplied(self.name, "this build has no CUDA allocator", "install a CUDA build of torch")
         settings.refuse(self.host.devices(), caps)
         if torch.cuda.get_allocator_backend() == "pluggable":
-            return self._apply_pluggable(caps)
-        before, self._caps = self._caps, dict(caps)
-        try:
-            self._replace(torch)
-            if self._live(torch):
-                self.changes.add(self.name, self._restore)
-                self._set_now(torch)
-                return Applied(Enforcement.ENFORCED, self._undo)
-            note = "torch: the cap is set when torch initialises CUDA, before its first allocation"
-            return Applied(Enforcement.ENFORCED, self._queue(torch), notes=(note,))
-        except BaseException:
-            self._caps = before
-            self._undo()
-            raise
+            return self._apply_pluggable(caps, undo)
+        undo.add(self.name, functools.partial(self._lift, torch))
+        self._caps = dict(caps)
+        self._replace(torch, undo)
+        if self._live(torch):
+            self._set_now(torch)
+            return Applied(Enforcement.ENFORCED)
+        self._queue(torch, undo)
+        note = "torch: the cap is set when torch initialises CUDA, before its first allocation"
+        return Applied(Enforcement.ENFORCED, notes=(note,))
 
     def usage(self, device: Device) -> Usage | None:
-        """From `torch._C._cuda_memoryStats` (22 µs), which initialises nothing once torch is live.
+        """Usage from `torch._C._cuda_memoryStats` (22 µs), which initialises nothing in a live torch.
 
-        None for a GPU on which torch never held memory: torch is live on all GPUs at once.
+        None for a GPU on which torch never held memory, as torch is live on all GPUs at once.
         """
         torch = sys.modules.get("torch")
-        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
         if torch is None or live is None or not live():
             return None
         known = self._uuids
@@ -138,7 +135,7 @@ class Torch(resource.RmmClient):
             held, allocated = stats["reserved_bytes"]["all"]["current"], stats["allocated_bytes"]["all"]
             in_use, peak = allocated["current"], allocated["peak"]
             active, stuck = stats["active_bytes"]["all"]["current"], stats["inactive_split_bytes"]["all"]["current"]
-        except (KeyError, TypeError):  # this torch does not report all of them
+        except (KeyError, TypeError):  # this torch does not report all of these figures
             held, in_use, peak, active, stuck = [settings.stat(stats, *figure) for figure in _FIGURES]
         pool = self._pools.get(device.uuid) if self._pools else None
         pooled = pool is not None and pool.peak()
@@ -149,12 +146,13 @@ class Torch(resource.RmmClient):
             return Usage(reserved, used, returned_by_trim(reserved, used), peak=peak)
         if held is None or in_use is None:
             return Usage(held, in_use)
-        # Blocks of a partly used segment are cached but cannot be released: PyTorch frees whole segments only.
+        # The idle blocks of a partly used segment are cached but not reclaimable: PyTorch frees whole segments only.
         idle = held - (active or in_use) - (stuck or 0)
         return usage_of((held, in_use, max(0, idle), None, None, peak))
 
     def trim(self, device: Device) -> None:
-        """`torch.cuda.empty_cache()`: frees every wholly unused segment on every device. Not during a graph capture."""
+        """`torch.cuda.empty_cache()`, which frees every wholly unused segment on every device. Does nothing during a
+        graph capture."""
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch) or self.capturing():
             return
@@ -164,9 +162,9 @@ class Torch(resource.RmmClient):
             torch.cuda.synchronize(self._ordinals(torch)[device.uuid])
             pool.trim()
 
-    def give_back(self, device: Device, needed: int) -> None:
-        """Under the async backend, release whole pieces of its driver pool with at least `needed` bytes; else `trim`,
-        as `empty_cache()` cannot release a part.
+    def trim_partly(self, device: Device, needed: int) -> None:
+        """Under the async backend, release whole pieces of its driver pool, at least `needed` bytes; else `trim`, as
+        `empty_cache()` releases all or nothing.
 
         `empty_cache()` silently does nothing while another thread captures a CUDA graph or a `MemPool` is in use.
         """
@@ -174,16 +172,16 @@ class Torch(resource.RmmClient):
         if torch is None or pool is None or not self._live(torch):
             self.trim(device)
         elif not self.capturing():
-            torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # completes the work behind queued frees
-            pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # the pool keeps at least so many bytes
+            torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # runs the queued frees
+            pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # the pool's least size after the trim
 
     @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
-        """Change the fractions, on any thread, also while others allocate.
+        """Change the fractions. Any thread may call it while others allocate.
 
-        Torch stores the fraction without its allocator's lock (read in `c10/cuda/CUDACachingAllocator.cpp`): the next
-        request that needs a segment reads it. Some versions clear it first; an allocation at that moment on a thread
-        without the GIL (autograd's) has no cap. Torch's own public call has the same gap.
+        Torch stores the fraction without its allocator's lock (`c10/cuda/CUDACachingAllocator.cpp`), and the next
+        request that needs a segment reads it. Some versions clear it first: an allocation at that moment on a thread
+        without the GIL (autograd's) has no cap. Torch's own public function has the same gap.
         """
         if self._pools:
             raise CapNotApplied(
@@ -199,11 +197,11 @@ class Torch(resource.RmmClient):
             self._set_now(torch)
         except BaseException:
             self._caps = before
-            self._set_now(torch)  # the previous caps remain in effect
+            self._set_now(torch)  # restores the previous caps
             raise
 
     def fixed(self) -> bool:
-        """The native allocator's caps can change; the async backend's pool and RMM's limit cannot."""
+        """Caps of the native allocator can change; the async backend's pool and RMM's limit are fixed."""
         torch: Any = sys.modules.get("torch")
         if not hasattr(getattr(torch, "_C", None), "_cuda_getAllocatorBackend"):  # `apply` refuses such a build
             return False
@@ -215,14 +213,14 @@ class Torch(resource.RmmClient):
             return round_up(size, PIECE)
         segment = GRANULE if size <= MIB else SEGMENT if size < 10 * MIB else round_up(size)
         torch, expandable = sys.modules.get("torch"), self._expandable
-        if expandable is None:  # reading it from torch takes a snapshot of all blocks
+        if expandable is None:  # torch reports it only with a snapshot of all blocks
             expandable = torch is not None and self._live(torch) and settings.expandable(torch)
         return max(segment, size) + SEGMENT if expandable else segment
 
     @resource.unless_rmm
     def drift(self) -> Sequence[Drift]:
         torch = sys.modules.get("torch")
-        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
         if torch is None or not self._set or live is None or not live():
             return []
         if torch.cuda.get_allocator_backend() == "pluggable":
@@ -248,7 +246,7 @@ class Torch(resource.RmmClient):
         return torch is not None and self._live(torch) and bool(torch.cuda.is_current_stream_capturing())
 
     def libraries(self) -> frozenset[str]:
-        """One `nccl` for each used communicator: NCCL allocates its memory at the first collective."""
+        """One `nccl` for each used communicator, as NCCL allocates its memory at the first collective."""
         distributed = sys.modules.get("torch.distributed.distributed_c10d")
         groups = getattr(getattr(distributed, "_world", None), "pg_map", None)
         if not groups:
@@ -257,7 +255,7 @@ class Torch(resource.RmmClient):
         return frozenset(f"nccl {number}" for number in range(1, count + 1))
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
-        """PyTorch's own allocation history, bounded; None with the async backend, which has none."""
+        """Record PyTorch's own allocation history, bounded. None with the async backend, which has no history."""
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch) or self.about()["allocator"] != "native":
             return None
@@ -283,24 +281,24 @@ class Torch(resource.RmmClient):
         return {"allocator": "expandable_segments" if backend == "native" and settings.expandable(torch) else backend}
 
     def forked(self) -> None:
-        self._caps, self._set, self._most = {}, {}, {}  # calls still queued for torch's initialisation then set nothing
+        self._caps, self._set, self._most = {}, {}, {}  # then calls queued for torch's initialisation set nothing
 
     def _torch(self) -> Any:
         return sys.modules["torch"]
 
-    def _replace(self, torch: Any) -> None:
-        """Apply the cap to the user's later settings, in the functions below all public names, which may be imported
-        already."""
-        self._replaced = replaced = Replacements()
-        self.changes.add(self.name, replaced.undo)
+    def _replace(self, torch: Any, undo: Undo) -> None:
+        """Apply the cap to the user's later settings, in the private functions that all public ones call: user code may
+        have imported the public ones already."""
+        replaced = Replacements()
+        undo.add(self.name, replaced.undo)
         self._raw_set = torch._C._cuda_setMemoryFraction
-        replaced.put(torch._C, "_cuda_setMemoryFraction", self._fraction_asked)
-        replaced.put(torch._C, "_cuda_changeCurrentAllocator", self._allocator_asked)
-        replaced.put(torch._C, "_cuda_cudaCachingAllocator_enable", self._caching_asked)
+        replaced.put(torch._C, "_cuda_setMemoryFraction", self._wrap_set_fraction)
+        replaced.put(torch._C, "_cuda_changeCurrentAllocator", self._wrap_change_allocator)
+        replaced.put(torch._C, "_cuda_cudaCachingAllocator_enable", self._wrap_enable_caching)
         for name in ("_accelerator_setAllocatorSettings", "_cuda_cudaCachingAllocator_set_allocator_settings"):
-            replaced.put(torch._C, name, self._settings_asked)
+            replaced.put(torch._C, name, self._wrap_set_settings)
 
-    def _fraction_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_set_fraction(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_fraction(fraction: float, device: int) -> None:
             most = self._most.get(device)
             if most is None:
@@ -308,12 +306,12 @@ class Torch(resource.RmmClient):
                 return
             held, read = most
             original(held if fraction > read else fraction, device)
-            self._asked(device, fraction, "torch.cuda.set_per_process_memory_fraction")
+            self._record_fraction(device, fraction, "torch.cuda.set_per_process_memory_fraction")
 
         return set_fraction
 
-    def _asked(self, ordinal: int, fraction: float, setting: str) -> None:
-        """Record the user's fraction: the undo sets it, and until then the stricter one holds."""
+    def _record_fraction(self, ordinal: int, fraction: float, setting: str) -> None:
+        """Record the user's fraction for the undo. Until then the stricter of fraction and cap holds."""
         read = getattr(self._torch()._C, "_cuda_getMemoryFraction", None)
         self._before[ordinal] = fraction
         if read is not None:
@@ -325,34 +323,34 @@ class Torch(resource.RmmClient):
                 "the cap holds"
             )
 
-    def _allocator_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_change_allocator(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def change_allocator(allocator: Any) -> None:
             torch = self._torch()
             if self._caps and not self._live(torch) and not resource.is_loaded_for("torch"):
                 raise self._unlimited()
-            original(allocator)  # a live torch refuses it by itself; RMM's is limited when torch becomes live
-            self._changed()
+            original(allocator)  # a live torch refuses the change; RMM's allocator is limited when torch becomes live
+            self._check_drift_now()
 
         return change_allocator
 
-    def _caching_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_enable_caching(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def enable(value: bool) -> None:
             original(value)
             self._uncached = not value
-            self._changed()
+            self._check_drift_now()
 
         return enable
 
-    def _settings_asked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_set_settings(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_settings(env: str) -> Any:
             answer, torch = original(env), self._torch()
             if not self._most or not self._live(torch):
-                self._reconfigured = True  # read when torch becomes live
+                self._reconfigured = True  # memguard reads the setting when torch becomes live
                 return answer
             read = getattr(torch._C, "_cuda_getMemoryFraction", None)
             for ordinal in list(self._most) if read is not None else ():
                 if read is not None and read(ordinal) != self._set[ordinal]:
-                    self._asked(ordinal, read(ordinal), f"the setting {env!r}")
+                    self._record_fraction(ordinal, read(ordinal), f"the setting {env!r}")
             self._set_now(torch)
             return answer
 
@@ -366,55 +364,43 @@ class Torch(resource.RmmClient):
             "remove that call, or leave torch out of the budget",
         )
 
-    def _undo(self) -> None:
-        self._replaced.undo()
-        self._restore()
+    def _lift(self, torch: Any) -> None:
+        self._caps = {}
+        self._restore(torch)
 
-    def _queue(self, torch: Any) -> Callable[[], None]:
-        """Set the fractions in torch's CUDA initialisation, which runs the calls queued by `_lazy_call`. Returns the
-        undo."""
+    def _queue(self, torch: Any, undo: Undo) -> None:
+        """Set the fractions during torch's CUDA initialisation, which runs the calls queued by `_lazy_call`."""
         if not hasattr(torch.cuda, "_lazy_call"):
             why = f"torch {torch.__version__} has no torch.cuda._lazy_call"
             raise CapNotApplied(self.name, why, "call torch.cuda.init() before memguard.init()")
-        armed = True
-        swapped: list[Callable[[], None]] = []
 
         def set_caps() -> None:
-            if not armed or not self._caps:
+            if not self._caps:
                 return
             try:
-                settings.refuse((), {})  # the cache may have been disabled since
-                if torch.cuda.get_allocator_backend() == "pluggable":  # replaced since memguard.init
-                    applied = self._apply_pluggable(self._caps)
+                settings.refuse((), {})  # the environment may have disabled the cache since
+                if torch.cuda.get_allocator_backend() == "pluggable":  # the allocator was replaced since memguard.init
+                    applied = self._apply_pluggable(self._caps, undo)
                     if self._rmm is not None and self._rmm.uncapped is not None:
                         self._rmm.lost = [Drift(self._rmm.uncapped)]
                     else:
                         self.notes += applied.notes
-                    swapped.extend([applied.undo] if applied.undo is not None else [])
                 else:
                     self._set_now(torch)
             except BaseException:
-                self._restore()
+                self._restore(torch)
                 raise
 
-        def undo() -> None:
-            nonlocal armed
-            armed = False  # torch may keep the queued call, which then does nothing
+        def unqueue() -> None:  # else torch keeps the call, which does nothing without caps
             queue = getattr(torch.cuda, "_queued_calls", None)
             if isinstance(queue, list):
                 queue[:] = [entry for entry in queue if entry[0] is not set_caps]
-            self._replaced.undo()
-            for step in swapped:
-                step()
-            if self._live(torch):
-                self._restore()
 
-        self.changes.add(self.name, undo)
+        undo.add(self.name, unqueue)
         torch.cuda._lazy_call(set_caps)
-        return undo
 
     def _set_now(self, torch: Any) -> None:
-        """Set every device's fraction and read it back."""
+        """Set the fraction of every device and read it back."""
         if self._caps:
             self._check_properties(torch)
         backend = torch.cuda.get_allocator_backend()
@@ -431,35 +417,35 @@ class Torch(resource.RmmClient):
         self._unseen = self._observe(torch, backend) if self._set else None
 
     def _observe(self, torch: Any, backend: str) -> str | None:
-        """Make torch's allocator report refused requests. Returns the reason if it cannot. Torch must be live."""
+        """Make a live torch's allocator report refused requests. Returns the reason if it cannot, else None."""
         global _observed, _observer
         attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
         if backend != "native" or attach is None:
             return f"torch's {backend} allocator has no observer of refused requests"
         if _observed is not torch:
             try:
-                attach(_tell)
+                attach(_on_refused)
             except (RuntimeError, TypeError) as error:
                 return f"torch's allocator took no observer of refused requests: {error}"
             _observed = torch
         _observer = self, os.getpid()
         return None
 
-    def _told(self, ordinal: int, requested: int, allowed: int, free: int) -> None:
+    def _report_observed(self, ordinal: int, requested: int, allowed: int, free: int) -> None:
         uuid = next((uuid for uuid, number in (self._uuids or {}).items() if number == ordinal), None)
         if uuid in self._caps:
-            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # its own fraction, if stricter
+            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # a stricter fraction of the user
             in_use, pooled = self._in_use(ordinal, requested)
             figures = {"cap": own, "free": free, "in_use": in_use, "pooled": pooled}
-            self._refused(None, uuid, requested, "observer", reclaimable=0, **figures)
+            self._report_refusal(None, uuid, requested, "observer", reclaimable=0, **figures)
 
     def _in_use(self, ordinal: int, requested: int) -> tuple[int | None, int | None]:
-        """Bytes in use including idle bytes of private pools, and those idle bytes; None if torch's counters
+        """Bytes in use including idle bytes of private pools, and those idle bytes. Both None if torch's counters
         suffice."""
         torch = self._torch()
         stats = torch._C._cuda_memoryStats(ordinal)
         held, in_use = (settings.stat(stats, name, "current") for name in ("reserved_bytes", "allocated_bytes"))
-        if held is None or in_use is None or held - in_use < requested:  # no idle bytes could have served the request
+        if held is None or in_use is None or held - in_use < requested:  # too few idle bytes for the request
             return None, None
         pooled = settings.idle_in_private_pools(torch, ordinal)
         return in_use + pooled, pooled
@@ -475,7 +461,7 @@ class Torch(resource.RmmClient):
         before = self._before.setdefault(ordinal, read(ordinal) if read is not None else 1.0)
         most = _exactly(allowed, total)
         if int(before * total) < allowed:
-            self._say(f"torch: its own fraction of {before:.4g} is stricter than the cap and stays")
+            self._add_note(f"torch: its own fraction of {before:.4g} is stricter than the cap and stays")
             allowed = int(before * total)
         elif first and before < 1.0 and int(before * total) > allowed + SEGMENT:
             setting = f"torch.cuda.set_per_process_memory_fraction({before:.4g})"
@@ -496,11 +482,11 @@ class Torch(resource.RmmClient):
         self._set[ordinal] = back
         self._most[ordinal] = (most, back if fraction == most else most)
 
-    def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
-        """Cap a replaced allocator (`change_current_allocator`): RMM's can be limited, others cannot."""
+    def _apply_pluggable(self, caps: Mapping[str, int], undo: Undo) -> Applied:
+        """Cap an allocator set by `change_current_allocator`. Only RMM's can be limited."""
         if not resource.is_loaded_for("torch"):
             raise self._unlimited()
-        return self._limit_rmm(caps)  # without torch's numbering: reading it would initialise torch
+        return self._limit_rmm(caps, undo)  # without torch's device numbers, as reading them would initialise torch
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
         if uuid in self._pools:
@@ -517,22 +503,24 @@ class Torch(resource.RmmClient):
                 "use PyTorch's native allocator, or a driver for CUDA 12.2 or newer (535)",
             ) from error
 
-    def _restore(self) -> None:
-        """Restore the former fractions, unless the user has set another. A failed step does not stop the others."""
+    def _restore(self, torch: Any) -> None:
+        """Restore the former fractions, except where the user has set another. A failed step does not stop the
+        others."""
         global _observer
         if _observer is not None and _observer[0] is self:
             _observer = None
-        torch, self._expandable = self._torch(), None
+        self._expandable = None
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
-        interrupted = True  # by a Ctrl-C: the next call restores the rest
+        interrupted = True  # set to False unless a Ctrl-C comes, after which the next call restores the rest
         try:
             with ExitStack() as steps:
                 for pool in self._pools.values():
                     steps.callback(pool.restore)
-                for ordinal, fraction in self._set.items():
-                    if read is None or read(ordinal) == fraction:
+                for ordinal, before in self._before.items():
+                    # Without an entry in `_set`, a Ctrl-C may have come right after the fraction was set.
+                    if read is None or self._set.get(ordinal) in (None, read(ordinal)):
                         set_fraction = self._raw_set or torch._C._cuda_setMemoryFraction
-                        steps.callback(set_fraction, self._before[ordinal], ordinal)
+                        steps.callback(set_fraction, before, ordinal)
             interrupted = False
         except Exception:
             interrupted = False
@@ -544,7 +532,7 @@ class Torch(resource.RmmClient):
     def _check_properties(self, torch: Any) -> None:
         """Compare torch's multiprocessor counts with the driver's.
 
-        Bound to TensorFlow's CUDA runtime, torch misreads them, and the process dies of SIGFPE (measured).
+        If torch is bound to TensorFlow's CUDA runtime, it misreads them, and the process dies of SIGFPE (measured).
         """
         for uuid, ordinal in self._ordinals(torch).items():
             true = self.host.multiprocessors(uuid)
@@ -559,12 +547,14 @@ class Torch(resource.RmmClient):
             if "tensorflow" not in sys.modules:
                 continue
             if true is None:
-                self._say("torch beside tensorflow: not checked, because the driver does not show this GPU")
+                self._add_note("torch beside tensorflow: not checked, because the driver does not show this GPU")
             else:
-                self._say(f"torch beside tensorflow: checked, both torch and the driver see {true} multiprocessors")
+                self._add_note(
+                    f"torch beside tensorflow: checked, both torch and the driver see {true} multiprocessors"
+                )
 
     def _ordinals(self, torch: Any) -> dict[str, int]:
-        """CUDA's ordinal by UUID, from torch itself once it is live. Torch's `uuid` is NVML's without `GPU-`."""
+        """CUDA's ordinal by UUID, from a live torch. Torch's `uuid` is NVML's without `GPU-`."""
         if self._uuids is None:
             count = torch.cuda.device_count()
             uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
@@ -573,18 +563,18 @@ class Torch(resource.RmmClient):
 
 
 def _exactly(allowed: int, total: int) -> float:
-    """The fraction from which torch computes exactly so many bytes: it truncates the product."""
+    """The fraction for which torch computes exactly `allowed` bytes. Torch truncates the product."""
     fraction = min(allowed / total, 1.0)
     return fraction if int(fraction * total) >= allowed else min(math.nextafter(fraction, 1.0), 1.0)
 
 
-def _tell(device: int, requested: int, allowed: int, free: int) -> None:
-    """The observer that torch's allocator calls before it raises. An exception here would replace torch's own."""
+def _on_refused(device: int, requested: int, allowed: int, free: int) -> None:
+    """The observer that torch's allocator calls before it raises. An exception here would replace torch's."""
     found = _observer
     if found is None or found[1] != os.getpid():
         return
     try:
-        found[0]._told(device, requested, allowed, free)
+        found[0]._report_observed(device, requested, allowed, free)
     except Exception as error:
         _log.debug("torch: a refused request was not recorded: %s", error)
 
@@ -594,11 +584,11 @@ def _nvml_uuid(uuid: str) -> str:
 
 
 def _communicates(group: Any) -> bool:
-    """Whether a process group has an NCCL communicator. `_is_initialized` belongs to ProcessGroupNCCL."""
+    """Whether a process group has an NCCL communicator. Only ProcessGroupNCCL has `_is_initialized`."""
     try:
         import torch
 
-        asked = getattr(group._get_backend(torch.device("cuda")), "_is_initialized", None)
-        return bool(asked()) if asked is not None else False
-    except RuntimeError:  # no backend for CUDA tensors (gloo), or destroyed
+        query = getattr(group._get_backend(torch.device("cuda")), "_is_initialized", None)
+        return bool(query()) if query is not None else False
+    except RuntimeError:  # the group has no backend for CUDA tensors (gloo), or was destroyed
         return False

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from memguard._frameworks.arrays import dlpack
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Obstacle, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer, new_offer
 from memguard._frameworks.arrays.view import DTYPES, View, new_view
@@ -50,11 +50,11 @@ class TorchArrays(Arrays):
                 raise self.refusal("it has no memory of its own", "hand over a real tensor")
             device = place.index if where == "cuda" else None
             view = new_view((address, tuple(x.shape), tuple(x.stride()), dtype, device, False))
-            # A separate tensor: `x.data = ...`, and so `module.to(...)`, gives `x` other memory, and would free this
-            # memory.
+            # `x.detach()` is a separate tensor that keeps the memory: `x.data = ...`, and so `module.to(...)`, gives
+            # `x` other memory.
             stream = None if device is None else self.stream(device)
             return new_offer(("torch", view, x.detach(), stream, None, None, False))
-        except (RuntimeError, ValueError) as error:  # fake, functional and lazy tensors have no memory
+        except (RuntimeError, ValueError) as error:  # a fake, functional or lazy tensor has no memory
             message = (str(error).splitlines() or [type(error).__name__])[0]
             raise self.refusal(f"it has no memory: {message}", "hand over a real tensor") from error
 
@@ -74,8 +74,8 @@ class TorchArrays(Arrays):
     _current: tuple[Any, Callable[[int], int]] | None = None
     """PyTorch, and its function for the current stream."""
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
-        before(stream)
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
+        make_wait(stream)
         torch = sys.modules.get("torch") or importlib.import_module("torch")
         return torch.utils.dlpack.from_dlpack(dlpack.capsule(view, lifetime, device=view.device))
 
@@ -100,7 +100,9 @@ class TorchArrays(Arrays):
 
 
 def _current_stream(torch: Any) -> Callable[[int], int]:
-    quick = getattr(getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None)  # takes a tenth of the time
+    quick = getattr(
+        getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None
+    )  # a tenth of the public function's time
     return quick or (lambda device: torch.cuda.current_stream(device).cuda_stream)
 
 

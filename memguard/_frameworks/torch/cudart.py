@@ -1,14 +1,15 @@
-"""PyTorch and TensorFlow built for different CUDA majors, in one process.
+"""Makes PyTorch and TensorFlow built for different major versions of CUDA work in one process.
 
-TensorFlow loads CUDA runtime symbols into the global scope. If they are of another major version, torch's
-`cudaGetDeviceProperties` binds to them, misreads the struct (1 multiprocessor instead of 132), and the process dies of
-SIGFPE in torch's first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). There are two cures. Both
-were measured to work, including training and torch's own exceptions:
+TensorFlow loads CUDA runtime symbols into the global scope. If those have another major version than torch's, torch's
+`cudaGetDeviceProperties` binds to them and misreads the struct (1 multiprocessor instead of 132). The process then dies
+of SIGFPE in torch's first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). Two cures were measured
+to work, including training and torch's own exceptions:
 
-- TensorFlow not loaded yet: load torch's own `libcudart` with RTLD_GLOBAL, so that the loader finds it first.
-- TensorFlow loaded, torch not: load torch's CUDA libraries with RTLD_DEEPBIND, so that they bind to their own symbols.
+- Before TensorFlow is loaded: load torch's own `libcudart` with RTLD_GLOBAL, so that the loader finds it first.
+- After TensorFlow and before torch: load torch's CUDA libraries with RTLD_DEEPBIND, so that they bind to their own
+  symbols.
 
-A loaded library cannot be unloaded, so the cure is permanent. It is verified when torch initialises CUDA.
+A loaded library cannot be unloaded, so the cure is permanent. The adapter verifies it when torch initialises CUDA.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from memguard.errors import CapNotApplied
 
 
 def cure_installed() -> str | None:
-    """`cure` for the installed PyTorch; None if it is built without CUDA."""
+    """Run `cure` for the installed PyTorch; None if that is built without CUDA."""
     version = settings.cuda_version()
     return None if version is None else cure(version)
 
 
 def cure(cuda_version: str) -> str | None:
-    """Apply the cure for the libraries loaded so far. `cuda_version` is torch's (`'13.0'`).
+    """Apply the cure that the loaded libraries allow. `cuda_version` is torch's (`'13.0'`).
 
-    Returns a sentence on the change; None if torch is loaded already and needs none.
+    Returns a sentence about the change; None if torch is loaded already.
     """
     if "torch" in sys.modules:
         return None
@@ -56,7 +57,7 @@ def _bind_deeply(cuda_version: str) -> list[str]:
     ctypes.CDLL(str(_runtime(cuda_version)))
     folder = _torch_folder() / "lib"
     first = folder / "libtorch_global_deps.so"
-    if first.exists():  # as `import torch` does: the others depend on it
+    if first.exists():  # as `import torch` does, because the others depend on it
         ctypes.CDLL(str(first), mode=ctypes.RTLD_GLOBAL)
     names = ["libc10_cuda.so", "libtorch_cuda.so"]
     for name in names:
@@ -72,7 +73,7 @@ def _torch_folder() -> Path:
 
 
 def _runtime(cuda_version: str) -> Path:
-    """The `libcudart` that torch itself loads: from its wheel, the adjacent NVIDIA wheels, or the library path."""
+    """The path of the `libcudart` that torch loads: in its wheel, the adjacent NVIDIA wheels, or the library path."""
     major = cuda_version.partition(".")[0]
     for folder in _folders():
         for found in sorted(folder.glob(f"libcudart.so.{major}*")) + sorted(folder.glob(f"libcudart-*.so.{major}*")):

@@ -1,7 +1,7 @@
-"""The functions of PyTorch that wait while the process is off its GPUs.
+"""The functions of PyTorch that wait while the process is suspended.
 
-The names were read in PyTorch's Python sources (2.13). Their driver functions and whether they release the GIL were
-neither read in its C++ sources nor measured. The entries of `torch._C` are optional: only CUDA builds have them.
+The names come from PyTorch's Python sources (2.13). Their driver functions are inferred from the names, and it is
+unknown whether they release the GIL. The functions of `torch._C` are optional: only CUDA builds have them.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ _ASKS_NO_GPU = frozenset(
         "data_ptr", "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_pinned",
     )
 )  # fmt: skip
-"""Names that a tensor on a GPU serves without the GPU; `__get__` reads its attributes, such as `shape`."""
+"""Tensor methods that need no GPU, even for a tensor on a GPU. `__get__` reads attributes such as `shape`."""
 
 
 def refusing(enter: Callable[[str], None]) -> AbstractContextManager[object]:
-    """A block in which every function and operator with a tensor on a GPU calls `enter` first, on this thread.
+    """A context manager in which every function and operator with a tensor on a GPU first calls `enter`, on this
+    thread.
 
-    A `TorchFunctionMode` observes Python calls. Work that C++ runs by itself (a backward pass) begins with such a call.
+    A `TorchFunctionMode` intercepts Python calls. Work that C++ then runs by itself (a backward pass) begins with such
+    a call.
     """
     from torch.overrides import TorchFunctionMode
 
@@ -166,7 +168,7 @@ GATES = (
                 touches=to_cuda,
             ),
         ),
-        kept=(
+        kept_alive=(
             *kinds("torch._C", "cuEventDestroy, with the GIL", "_CudaEventBase Event"),
             *kinds("torch._C", "cuGraphExecDestroy", "_CUDAGraph"),
             *kinds("torch._C", "cuMemFree", "_MemPool"),
@@ -177,7 +179,7 @@ GATES = (
                 freed_on_gpu,
             ),
         ),
-        left=(
+        not_gated=(
             "torch: operators on GPU tensors wait in the driver; on the thread of a `suspended` block they raise",
             "torch: compiled graphs and scripted functions wait in the driver",
         ),

@@ -1,4 +1,4 @@
-"""PyTorch's own allocation history, as events of a trace."""
+"""Converts PyTorch's own allocation history into events of a trace."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 from memguard._base.types import TraceEvent
 
 ENTRIES = 200_000
-"""Entries kept while recording, because PyTorch's own default is unbounded."""
+"""The most entries of a recording; PyTorch's own default is unbounded."""
 
 
 def events(traces: list[list[dict[str, Any]]]) -> list[TraceEvent]:
-    """Events from `torch.cuda.memory._snapshot()["device_traces"]`, which has one list for each device."""
+    """Convert `torch.cuda.memory._snapshot()["device_traces"]`, which has one list for each device."""
     ops = {"alloc": "alloc", "free_requested": "free"}
     found = []
     live: dict[tuple[int, int], int] = {}
@@ -24,6 +24,6 @@ def events(traces: list[list[dict[str, Any]]]) -> list[TraceEvent]:
                 number += 1
                 live[where] = number
                 found.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, number, entry["size"], device=device))
-            elif op == "free" and where in live:  # skips memory allocated before the recording
+            elif op == "free" and where in live:  # ignores memory allocated before the recording
                 found.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, live.pop(where), device=device))
     return found

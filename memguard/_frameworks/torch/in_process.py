@@ -1,4 +1,4 @@
-"""Facts of a process that has imported PyTorch."""
+"""Reads facts of a process that has imported PyTorch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _shares(modules: Modules, _: Objects) -> Iterator[str]:
 
 
 def _groups(modules: Modules, _: Objects) -> Iterator[str]:
-    """The NCCL process groups: each has a thread that polls CUDA events, used or not."""
+    """The NCCL process groups. Each has a thread that polls CUDA events, even if unused."""
     distributed = modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         return
@@ -48,7 +48,7 @@ def _captures(modules: Modules, _: Objects) -> Iterator[str]:
     torch = modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
-    usual = torch.cuda.graph.default_capture_stream  # of all threads: torch allows one capture at a time
+    usual = torch.cuda.graph.default_capture_stream  # for all threads: torch allows one capture at a time
     if torch.cuda.is_current_stream_capturing() or (
         usual is not None and streams.capturing(usual.device_index, usual.cuda_stream)
     ):
@@ -61,7 +61,7 @@ def _capturing(modules: Modules) -> bool:
 
 
 def _profilers(modules: Modules, objects: Objects) -> Iterator[str]:
-    """The profilers that record or warm up, as CUPTI is active in both."""
+    """The profilers that record or warm up: CUPTI is active in both phases."""
     profiler, monitor = modules.get(_PROFILE), modules.get("torch.profiler._cupti_monitor")
     warming = any(one.enabled and one.entered and one.kineto_results is None for one in objects.get(_PROFILE, ()))
     if warming or (profiler is not None and profiler._is_profiler_enabled):
@@ -70,10 +70,10 @@ def _profilers(modules: Modules, objects: Objects) -> Iterator[str]:
         yield "torch's CUPTI monitor runs"
 
 
-def _let_go(modules: Modules) -> None:
+def _free_workspaces(modules: Modules) -> None:
     """Free PyTorch's cuBLAS workspaces, as its own tests do before they search for leaks.
 
-    Not with a CUDA graph's private pool: a graph may still use a workspace from before its capture.
+    Does nothing if a CUDA graph has a private pool: the graph may still use a workspace from before its capture.
     """
     torch = modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -104,7 +104,7 @@ IN_PROCESS = InProcess(
     captures=(Question("whether torch captures a CUDA graph", _captures),),
     profilers=(Question("whether torch's profiler runs", _profilers),),
     capturing=_capturing,
-    let_go=_let_go,
+    free_caches=_free_workspaces,
     ranks=("torch.distributed", _ranks),
     swapped=_swapped,
 )

@@ -1,7 +1,7 @@
-"""PyTorch in the shared pool: its `cudaMallocAsync` backend, which allocates from the current pool.
+"""PyTorch in the shared pool, through its `cudaMallocAsync` backend, which allocates from the current pool.
 
-The backend is fixed when torch is loaded, so the environment selects it before (measured with torch 2.11). Torch's
-in-use bytes there are the remainder: its own statistics are of the device's default pool, including other users.
+Torch's import fixes the backend, so `prepare` selects it in the environment before (measured with torch 2.11). Torch's
+in-use bytes are the pool's remainder: its own statistics describe the device's default pool, with all users.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from memguard._frameworks.torch.adapter import Torch
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 _BACKEND = "cudaMallocAsync"
-_ASK = f"backend:{_BACKEND}"
+_SELECTED = f"backend:{_BACKEND}"
 _UNIT = 512
 _NEW, _OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _FIRST_WITH_NEW = (2, 10)
-"""The first torch configured by the new variable alone: older ones read the old variable in any case."""
+"""The first torch that needs only the new variable. Older ones always read the old variable."""
 
 
 class PooledTorch(Torch):
-    """torch's `cudaMallocAsync` backend over the shared pool."""
+    """Torch's `cudaMallocAsync` backend over the shared pool."""
 
     pooled = True
 
@@ -39,7 +39,7 @@ class PooledTorch(Torch):
         self.shared_pool = shared_pool
 
     def prepare(self, undo: Undo) -> None:
-        """Select the backend by the variable that the user has set, or by the one that this torch reads."""
+        """Select the backend in the variable that the user has set, or in the one that this torch reads."""
         names = [name for name in (_NEW, _OLD) if os.environ.get(name)]
         for name in names:
             chosen = re.search(r"backend\s*:\s*([^\s,]+)", os.environ[name])
@@ -50,19 +50,19 @@ class PooledTorch(Torch):
         version = settings.version()
         for name in names or [_OLD if version is not None and version < _FIRST_WITH_NEW else _NEW]:
             before = os.environ.get(name)
-            wanted = f"{before},{_ASK}" if before else _ASK
+            wanted = f"{before},{_SELECTED}" if before else _SELECTED
             undo.add(f"torch: {name}", functools.partial(_put_back, name, wanted, before))
             os.environ[name] = wanted
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         torch: Any = sys.modules["torch"]
-        asked = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # missing in a build without CUDA
-        if asked is not None and not torch.version.hip and (backend := str(asked())) != _BACKEND:
+        query = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # absent in a build without CUDA
+        if query is not None and not torch.version.hip and (backend := str(query())) != _BACKEND:
             raise self._other(
                 f"the {backend} backend of a torch that is imported",
-                f"`import torch` after memguard.init(), or set {_NEW}={_ASK} before Python starts",
+                f"`import torch` after memguard.init(), or set {_NEW}={_SELECTED} before Python starts",
             )
-        applied = super().apply(caps, options)
+        applied = super().apply(caps, options, undo)
         if self.shared_pool.capped:
             return applied
         note = (
@@ -72,16 +72,16 @@ class PooledTorch(Torch):
         return applied._replace(enforcement=Enforcement.WATCHED, notes=(*applied.notes, note))
 
     def usage(self, device: Device) -> Usage | None:
-        """The remainder: bytes in use in the pool that no other framework counts. None while torch is not live."""
+        """Bytes in use in the pool that no other framework counts. None while torch is not live."""
         torch = sys.modules.get("torch")
-        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # as `_live`
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
         if live is None or not live() or device.uuid not in self._pools:
             return None
         in_use = self.shared_pool.remainder(device.uuid)
         return Usage(in_use, in_use, 0)
 
     def footprint(self, size: int) -> int:
-        """The bytes that it takes from the pool, which may serve them from a piece it already holds."""
+        """The bytes that it takes from the pool, which may have idle memory for them."""
         return round_up(size, _UNIT)
 
     def drift(self) -> Sequence[Drift]:
@@ -91,7 +91,7 @@ class PooledTorch(Torch):
         found = super().about()
         return {**found, "strategy": "pool"} if found else found
 
-    def _apply_pluggable(self, caps: Mapping[str, int]) -> Applied:
+    def _apply_pluggable(self, caps: Mapping[str, int], undo: Undo) -> Applied:
         raise self._other("torch.cuda.memory.change_current_allocator", "remove that call")
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
@@ -100,9 +100,9 @@ class PooledTorch(Torch):
             raise CapNotApplied(self.name, "the shared pool is just being made", "call torch.cuda.init() again")
         self._pools[uuid] = pool
 
-    def _restore(self) -> None:
-        self._pools = {}  # the guard undoes the pool
-        super()._restore()
+    def _restore(self, torch: Any) -> None:
+        self._pools = {}  # the guard restores the former pool
+        super()._restore(torch)
 
     def _other(self, setting: str, fix: str) -> ConflictingSetting:
         why = f"does not draw from the pool that 'strategy: pool' asks for: that takes {_BACKEND}"

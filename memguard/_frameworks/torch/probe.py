@@ -1,4 +1,4 @@
-"""The doctor's probe of PyTorch."""
+"""The doctor's probe for PyTorch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def probe(report: ProbeReport) -> None:
-    """Import PyTorch, list its devices and compute. With a CPU build, it ends after the import."""
+    """Import PyTorch, list its devices and compute. The probe of a CPU build ends after the import."""
     with report.stage("import"):
         import torch
 
@@ -20,7 +20,7 @@ def probe(report: ProbeReport) -> None:
         return
     with report.stage("devices"):
         report.put(gpus=torch.cuda.device_count(), architectures=torch.cuda.get_arch_list(), **_cudnn(torch))
-        torch.cuda.init()  # raises the reason if there is no GPU
+        torch.cuda.init()  # raises an error with the reason if there is no GPU
         count = torch.cuda.device_count()
         each = [torch.cuda.get_device_properties(i).multi_processor_count for i in range(count)]
         report.put(gpus=count, multiprocessors=each)
@@ -32,7 +32,8 @@ def probe(report: ProbeReport) -> None:
 
 
 def _cudnn(torch: object) -> dict[str, str]:
-    """The cuDNN of the build and the one loaded, read below `torch.backends.cudnn.version()`, which raises."""
+    """The versions of the build's cuDNN and of the loaded one, from the functions behind
+    `torch.backends.cudnn.version()`, which may raise."""
     found = {}
     module = getattr(getattr(torch, "_C", None), "_cudnn", None)
     for name, call in (("cudnn", "getCompileVersion"), ("cudnn_loaded", "getRuntimeVersion")):

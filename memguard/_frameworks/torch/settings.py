@@ -1,4 +1,4 @@
-"""The settings of torch's allocator, read from torch, its environment and its installation; never imports torch."""
+"""Reads the settings of torch's allocator from torch, the environment and the installation; never imports torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memguard.errors import ConflictingSetting
 
 
 def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
-    """Raise ConflictingSetting if the environment disables caching, and so the cap, or sets a looser fraction."""
+    """Raise ConflictingSetting if the environment disables caching, which the cap needs, or sets a looser fraction."""
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
         raise ConflictingSetting(
             "torch",
@@ -36,7 +36,7 @@ def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
 
 
 def configured() -> tuple[str, str]:
-    """The variable that configures PyTorch's allocator, and its text. PYTORCH_ALLOC_CONF wins."""
+    """The name and text of the variable that configures PyTorch's allocator. PYTORCH_ALLOC_CONF takes precedence."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if os.environ.get(name):
             return name, os.environ[name]
@@ -44,7 +44,7 @@ def configured() -> tuple[str, str]:
 
 
 def expandable(torch: Any) -> bool:
-    """Whether a live torch's allocator uses expandable segments; from the environment if torch does not report it."""
+    """Whether a live torch's allocator uses expandable segments. Reads the environment if torch does not report it."""
     try:
         return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
     except (AttributeError, KeyError, RuntimeError):
@@ -52,9 +52,10 @@ def expandable(torch: Any) -> bool:
 
 
 def idle_in_private_pools(torch: Any, ordinal: int) -> int:
-    """Idle bytes of private pools on this GPU. 0 if torch does not report them, or only together with a long history.
+    """Idle bytes of private pools on this GPU. 0 if torch does not report them, or only together with its allocation
+    history.
 
-    It lists all blocks, without a CUDA call: for a refused request, not for polling.
+    It lists all blocks, without a CUDA call: fast enough after a refused request, too slow for polling.
     """
     try:
         if torch._C._cuda_isHistoryEnabled():
@@ -78,8 +79,8 @@ def stat(stats: Mapping[str, Any], name: str, kind: str) -> int | None:
 
 
 def never_held(stats: Mapping[str, Any]) -> bool:
-    """Whether torch never held memory there. Also tests the sum of all allocations, which survives a reset of the
-    peak."""
+    """Whether torch never held memory on this GPU. It also tests the sum of all allocations, which a reset of the peak
+    does not clear."""
     known = [stat(stats, "reserved_bytes", kind) for kind in ("current", "peak", "allocated")]
     return known[:2] == [0, 0] and not known[2]
 
@@ -100,7 +101,7 @@ def cuda_version() -> str | None:
 
 
 def version() -> tuple[int, int] | None:
-    """torch's own version, read in the same way; None if unknown."""
+    """torch's version, read from its `version.py`; None if unknown."""
     match = re.search(r"^__version__\s*(?::[^=]*)?=\s*'(\d+)\.(\d+)", _about(), re.MULTILINE)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -109,7 +110,7 @@ def _about() -> str:
     """The text of torch's `version.py`; "" if it cannot be read."""
     try:
         spec = importlib.util.find_spec("torch")
-    except ValueError:  # a stand-in module without a spec
+    except ValueError:  # a module without a spec, such as a test's stand-in
         return ""
     if spec is None or spec.origin is None:
         return ""

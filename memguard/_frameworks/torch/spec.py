@@ -17,11 +17,11 @@ SPEC = FrameworkSpec(
     exchanged=Exchanged("TorchArrays", short=("pt",), compacts=True),
     pooled="PooledTorch",
     remainder=True,
-    # 92 MiB after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; and 24
-    # for cuFFT, as with CuPy.
+    # 92 MiB after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; cuFFT adds
+    # 24, as in CuPy.
     modules=368 * MIB,
     workspace=384 * MIB,
-    # A backward pass runs on a thread of its own, with its own cuBLAS handle.
+    # Twice: a backward pass runs on its own thread, with its own cuBLAS handle.
     first_uses=(
         ("cublas", 66 * MIB),
         ("cublas", 64 * MIB),
@@ -38,7 +38,7 @@ SPEC = FrameworkSpec(
             name="nccl",
             kind="count",
             default=0,
-            most=64,  # a typing mistake beyond this: 64 communicators would take 31 GiB
+            most=64,  # a larger number is a typing mistake: 64 communicators take 31 GiB
             description="How many NCCL communicators torch.distributed keeps at once on each GPU: one for each "
             "process group that communicates. They lie outside torch's cap; reserve: auto keeps room for them.",
             elsewhere="it counts the communicators of torch.distributed",
@@ -85,10 +85,10 @@ SPEC = FrameworkSpec(
         ("pooled", r"with ([\d.]+ \w+) allocated in private pools"),
         ("cached", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
         ("free", r"total capacity of [\d.]+ \w+ of which ([\d.]+ \w+) is free"),
-        # cudaMallocAsync.
+        # In the errors of cudaMallocAsync.
         ("in_use", r"Currently allocated\s*: ([\d.]+ \w+)"),
         ("free", r"Free \(according to CUDA\)\s*: ([\d.]+ \w+)"),
-        # Until torch 2.0.
+        # In the errors of torch until 2.0.
         ("in_use", r"([\d.]+ \w+) already allocated"),
         ("held", r"([\d.]+ \w+) reserved in total by PyTorch"),
         ("free", r"already allocated; ([\d.]+ \w+) free"),

@@ -12,20 +12,21 @@ from memguard._runtime.extensions import Extension
 
 if TYPE_CHECKING:
     from memguard._base.types import Sample
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
 
 class Leases(Extension):
     def __init__(self) -> None:
-        self._session: Context | None = None
+        self._session: SessionContext | None = None
         self._watch: Watch | None = None
 
-    def prepare(self, session: Context, before: Context | None) -> None:
+    def prepare(self, session: SessionContext, before: SessionContext | None) -> None:
         budget, old = session.guard.budget, before.lease if before is not None else None
         leaves = budget.suspend.on_demand if budget.suspend is not None else None
-        session.have(of_plan(session.guard.own_plan, budget.source, old if isinstance(old, Lease) else None, leaves))
+        before_lease = old if isinstance(old, Lease) else None
+        session.set_lease(of_plan(session.guard.own_plan, budget.source, before_lease, leaves))
 
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         """Name those who use more of its GPUs than they have claimed: now, and later at the monitor's ticks."""
         lease = session.lease
         assert isinstance(lease, Lease)

@@ -306,7 +306,7 @@ class Lease:
         self._over = True  # before its number is read: from now on no thread makes it another one
         if self.number is None:
             return
-        locks.turn.take(self._let_go, store.PATIENCE)  # first: without it the claim counts no more
+        locks.locked.run(self._let_go, store.PATIENCE)  # first: without it the claim counts no more
         try:
             self.store.change(self._end, _END)
         except MemguardError as error:

@@ -9,7 +9,7 @@ A process's own locks do not show in F_GETLK: `File.held` has them.
 The same file has a byte for each process that is being suspended or resumed, and for each place in the queue of a
 restore (`_node.suspend.store`). A lock needs no room on the disk, and does not wait for the database.
 
-The database beside it is used by one thread at a time (`turn`), for the milliseconds of one transaction; nobody waits
+The database beside it is used by one thread at a time (`locked`), for the milliseconds of one transaction; nobody waits
 for another process while it is open. A fork gives it as long to be closed, so that the child has no handle of it, and
 what SQLite knows of locks is true there (sqlite.org/howtocorrupt.html, 2.2 and 2.6). A child that was forked all the
 same, on a disk that hangs or in a signal handler, uses no database (`torn`).
@@ -27,7 +27,7 @@ import threading
 from collections.abc import Collection, Iterator
 
 from memguard._base import life
-from memguard._base.locks import Turn
+from memguard._base.locks import LockedRunner
 
 _FLOCK = struct.Struct("hhqqi4x")
 """`struct flock`: l_type, l_whence, l_start, l_len, l_pid."""
@@ -38,8 +38,8 @@ _FORK = 0.1
 _MOST = 64
 """Bytes that `holders` lists of one lock: another program may have locked the whole file."""
 _lock = threading.RLock()
-turn = Turn(_lock)
-_opening = Turn()
+locked = LockedRunner(_lock)
+_opening = LockedRunner()
 """Guards `_files` and `File.looks`. Held only for system calls that do not block."""
 _files: dict[tuple[int, int], File] = {}
 """By device and inode: two paths may lead to one file."""
@@ -112,15 +112,15 @@ def opened(path: str) -> Iterator[File]:
     watch_forks()
     look = object()
     try:
-        done = _opening.take(_open_for, _WAIT, path, look)
+        done = _opening.run(_open_for, _WAIT, path, look)
         if done is None:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
         yield done[0]
     finally:
         try:
-            _opening.take(_close_for, _WAIT, look)
+            _opening.run(_close_for, _WAIT, look)
         finally:  # again: a Ctrl-C may have come into the one before
-            _opening.take(_close_for, _WAIT, look)
+            _opening.run(_close_for, _WAIT, look)
 
 
 def _open_for(path: str, look: object) -> File:
@@ -146,7 +146,7 @@ def hold(path: str, numbers: Collection[int]) -> File | None:
     """Hold all these bytes of the file, which must be there, or none: None if one of them is held, also by this
     process. Raises OSError."""
     with opened(path) as file:
-        done = _opening.take(_held, _WAIT, file, numbers)
+        done = _opening.run(_held, _WAIT, file, numbers)
         return file if done is not None and done[0] else None
 
 
@@ -167,7 +167,7 @@ def release(file: File, numbers: Collection[int]) -> None:
     """Hold them no more. Nothing happens in a forked child, whose parent holds them."""
     for number in numbers:
         file.drop(number)
-    _opening.take(_close_idle, _WAIT)
+    _opening.run(_close_idle, _WAIT)
 
 
 def let_go(first: int, last: int | None = None) -> None:
@@ -176,7 +176,7 @@ def let_go(first: int, last: int | None = None) -> None:
         for number in [*file.held]:
             if first <= number <= (first if last is None else last):
                 file.drop(number)
-    _opening.take(_close_idle, _WAIT)
+    _opening.run(_close_idle, _WAIT)
 
 
 def _close_idle() -> None:
@@ -196,10 +196,10 @@ def _in_parent() -> None:
 
 
 def _in_child() -> None:
-    global _lock, turn, _opening, torn, in_use
+    global _lock, locked, _opening, torn, in_use
     torn = torn or in_use is not None or not _lock._is_owned()  # type: ignore[attr-defined]
     _lock = threading.RLock()
-    turn, _opening = Turn(_lock), Turn()
+    locked, _opening = LockedRunner(_lock), LockedRunner()
     for file in [*_files.values()]:
         file.held.clear()
         with contextlib.suppress(OSError):
@@ -212,4 +212,4 @@ def _in_child() -> None:
 
 @functools.cache
 def watch_forks() -> None:
-    life.at_fork(life.Rank.LEASES, before=_before_fork, parent=_in_parent, child=_in_child)
+    life.at_fork(life.HookOrder.LEASES, before=_before_fork, parent=_in_parent, child=_in_child)

@@ -1,6 +1,6 @@
 """The claims of all processes of a user, in one SQLite database in the user's folder.
 
-Every call opens the database, does one transaction, and closes it, under `locks.turn`: so nothing of it crosses a fork,
+Every call opens the database, does one transaction, and closes it, under `locks.locked`: nothing of it crosses a fork,
 and what a process had open when it was killed, the next one's recovery takes back. Whoever takes the write lock removes
 the claims of the dead first (`locks`), and whoever has changed something grants what can be granted then, to everybody
 (`serve`): so they are served in the order of coming, however seldom one of them looks.
@@ -167,7 +167,7 @@ class Store:
                 fix="use a Python that has it, or take 'lease' out of the budget",
             ) from None
 
-        if locks.turn.mine:
+        if locks.locked.held_here:
             raise MemguardError(
                 "a lease is being changed on this thread, and this call came within that, from a signal handler or a "
                 "finalizer",
@@ -178,7 +178,7 @@ class Store:
         while True:
             before = _inode(self.path)  # an attempt fails in many ways if somebody removes the database meanwhile
             try:
-                done = locks.turn.take(self._once, max(until - time.monotonic(), 0.0), work, writes)
+                done = locks.locked.run(self._once, max(until - time.monotonic(), 0.0), work, writes)
                 if done is None:
                     raise MemguardError(f"another thread of this process has had {self.path} for {patience:.0f} s")
                 return done[0]
@@ -191,7 +191,7 @@ class Store:
                     left = max(until - time.monotonic(), 0.0)
                     time.sleep(
                         min(random.uniform(0.5, 1.0) * pause, left)
-                    )  # without the turn: a fork may come meanwhile
+                    )  # without the lock: a fork may come meanwhile
                     pause = min(1.5 * pause, _AGAIN[1])
                     continue
                 if busy:

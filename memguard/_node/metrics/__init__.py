@@ -13,17 +13,17 @@ from memguard.errors import PlanError
 
 if TYPE_CHECKING:
     from memguard._base.undo import Undo
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
 
 class Metrics(Extension):
     before_monitor = True
 
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         of_budget(session, session.undo)
 
 
-def of_budget(session: Context, undo: Undo) -> None:
+def of_budget(session: SessionContext, undo: Undo) -> None:
     """Begin to tell what the budget of `session` says, and `undo` it.
 
     Raises PlanError if a package is missing or the port cannot be had.

@@ -35,7 +35,7 @@ def begin(source: Source, port: int, undo: Undo) -> None:
     server = Server(lambda: (generate_latest(registry), CONTENT_TYPE_LATEST), at)
     undo.add("the metrics for Prometheus", lambda: life.not_at_exit(server.end))
     undo.add("the metrics for Prometheus", server.end)
-    life.at_exit(life.Rank.METRICS, server.end)  # before Python takes its modules apart
+    life.at_exit(life.HookOrder.METRICS, server.end)  # before Python takes its modules apart
     try:
         server.begin()
     except (OSError, OverflowError) as error:

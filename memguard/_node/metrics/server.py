@@ -168,7 +168,7 @@ _live: list[Server] = []
 
 @functools.cache
 def _watch_forks() -> None:
-    life.at_fork(life.Rank.METRICS, child=_forked)
+    life.at_fork(life.HookOrder.METRICS, child=_forked)
 
 
 def _forked() -> None:

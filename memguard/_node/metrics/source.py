@@ -16,10 +16,10 @@ from memguard._budget.values import JOB, MAX_JOB
 from memguard._devices import suspension
 from memguard._node.metrics.figures import KINDS, Scene
 from memguard._runtime.callbacks import Watch
-from memguard._runtime.session import callbacks
+from memguard._runtime.session import event_callbacks
 
 if TYPE_CHECKING:
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
 FRESH_FOR = 10.0, 3.0
 """A sample tells of now for so many seconds, and for so many intervals of the monitor if those are longer."""
@@ -36,15 +36,15 @@ class CannotExport(Exception):
 class Source:
     """The figures of one budget, until `end`. `scene` may be called on any thread; it waits for nobody."""
 
-    def __init__(self, session: Context, job: str | None) -> None:
-        self._session: Context | None = session
+    def __init__(self, session: SessionContext, job: str | None) -> None:
+        self._session: SessionContext | None = session
         self._events: Counter[str] = Counter()
         self._lock = threading.RLock()  # reentrant, for a signal handler, and held for one line
-        self._watch = Watch(self._counted, callbacks)
+        self._watch = Watch(self._counted, event_callbacks)
         self.constant = constant(job, session.guard.host.simulated)
 
     def begin(self) -> None:
-        callbacks.append(self._watch)
+        event_callbacks.append(self._watch)
 
     def end(self) -> None:
         """Nothing is known from now on. May be called again."""

@@ -4,7 +4,8 @@
         work_that_needs_no_gpu()
 
 `self_suspend` is the suspension of this process, by a `backend`; `pause_memguard` keeps memguard from calling CUDA and
-NVML meanwhile. `remote_suspend` does it with other processes, which `processes` lists and `sockets` connects.
+NVML meanwhile. `_devices.phase` has the phases that it goes through. `remote_suspend` does it with other processes,
+which `processes` lists; `requests` asks one of them over `sockets`.
 
 course/    the steps of a suspension and of a resumption: what is next, its calls, the wait for room, the messages
 driver/    the driver's checkpoint calls, through a helper process or simulated
@@ -17,18 +18,15 @@ triggers/  what starts a suspension or ends it besides the program's own call
 from __future__ import annotations
 
 import threading
-from typing import Literal, get_args
+from typing import get_args
 
 from memguard._base.blocks import Block, End
 from memguard._base.logs import log as _log
 from memguard._base.units import parse_duration
-from memguard._node.suspend.types import Progress, Suspension, Why
+from memguard._node.suspend.types import TIMEOUT, HostMemory, Progress, Suspension, Why
 from memguard.errors import MemguardError
 
 __all__ = ["Suspension", "resume", "suspend", "suspended"]
-HostMemory = Literal["check", "ignore"]
-TIMEOUT = 60.0
-"""Seconds that the GPUs' work may take to end before the process leaves them."""
 
 
 def suspend(*, timeout: float | str = TIMEOUT, why: Why = "asked", host_memory: HostMemory | None = None) -> Suspension:
@@ -100,18 +98,11 @@ def _seconds(given: float | str) -> float:
         raise MemguardError(str(error)) from None
 
 
-def ignores_host_memory() -> bool:
-    """Whether the active budget has `suspend: {host_memory: ignore}`."""
-    from memguard._runtime.runtime import this
-
-    session = this.session
-    section = session.guard.budget.suspend if session is not None and session.active else None
-    return section is not None and section.host_memory == "ignore"
-
-
 def _ignored(host_memory: HostMemory | None) -> bool:
     if host_memory is None:
-        return ignores_host_memory()
+        from memguard._node.suspend import self_suspend
+
+        return self_suspend.ignores_host_memory()
     if host_memory not in get_args(HostMemory):
         raise ValueError(f"host_memory is 'check' or 'ignore', found {host_memory!r}")
     return host_memory == "ignore"

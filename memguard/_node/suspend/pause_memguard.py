@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from memguard._base.types import MemoryInfo
 from memguard._base.undo import Undo
 from memguard._devices import suspension
+from memguard._devices.phase import Phase
 from memguard._devices.suspension import Off
 from memguard._guard.guard import Guard
 from memguard._guard.suspended import Figures
@@ -45,7 +46,7 @@ def _begin(undo: Undo, until: float, figures: Figures | None) -> Ledger | None:
     session = this.session
     if session is None or not session.active:
         undo.add("the word that the process is suspended", end)
-        suspension.now = Off({}, time.time(), moving=True)
+        suspension.enter(Phase.LEAVING)
         _forget_nvml()
         return None
     guard = session.guard
@@ -53,47 +54,26 @@ def _begin(undo: Undo, until: float, figures: Figures | None) -> Ledger | None:
     reading = guard.ledger()
     with _alone(guard, until):
         undo.add("the guard of a suspended process", lambda: _wake(guard))
-        off = Off(_own_bytes(reading), time.time(), moving=True)
+        off = Off(_own_bytes(reading), time.time(), Phase.LEAVING)
         # First: a reading on another thread, which is refused from the next line on, finds the guard suspended.
         guard.suspend(reading, figures if figures is not None else _unknown, off)
-        suspension.now = off
+        suspension.enter(Phase.LEAVING, off.bytes)
     _forget_nvml()
     if not guard.reader.wait(_left(until)):  # one that began before
         raise _busy("a reading of the GPUs", "run `nvidia-smi` to see if the driver hangs, and try again")
     return reading
 
 
-def left(sizes: dict[str, int]) -> None:
-    """The process is off its GPUs, with so many bytes of each (UUID); as the last reading says, if that is unknown."""
-    before = suspension.now
-    known = sizes or ({} if before is None else before.bytes)
-    suspension.now = Off(known, time.time() if before is None else before.since)
-
-
-def moves() -> None:
-    """The process comes back."""
-    off = suspension.now
-    if off is not None:
-        suspension.now = Off(off.bytes, off.since, moving=True)
-
-
-def stays() -> None:
-    """It does not come back after all."""
-    off = suspension.now
-    if off is not None:
-        suspension.now = Off(off.bytes, off.since)
-
-
 def end() -> None:
     """The process is on its GPUs. The guard asks them from now on."""
     session = this.session
-    suspension.now = None
+    suspension.enter(Phase.RUNNING)
     if session is not None:
         session.guard.resumed()
 
 
 def _wake(guard: Guard) -> None:
-    suspension.now = None  # first: the guard asks the GPUs from now on
+    suspension.enter(Phase.RUNNING)  # first: the guard asks the GPUs from now on
     guard.resumed()
 
 
@@ -101,7 +81,7 @@ def _pause(session: Session, undo: Undo, until: float) -> None:
     monitor = session.monitor
     if monitor is None:
         return
-    undo.add("the pause of the monitor", monitor.go_on)
+    undo.add("the pause of the monitor", monitor.resume)
     if not monitor.pause(_left(until)):
         raise _busy("the monitor's sample", "run `nvidia-smi` to see if the driver hangs, and try again")
 

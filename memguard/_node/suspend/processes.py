@@ -22,10 +22,10 @@ from memguard._devices.nvml import Nvml
 from memguard._node import identity
 from memguard._node.identity import Process
 from memguard._node.leases.registry import Budgeted
+from memguard._node.suspend import requests
 from memguard._node.suspend.driver.channel import CheckpointChannel
 from memguard._node.suspend.store import records, work_lock
 from memguard._node.suspend.store.records import Record
-from memguard._node.suspend.triggers import listener
 from memguard.errors import DeviceError, MemguardError
 
 SCHEMA = 1
@@ -35,6 +35,8 @@ _AT: Mapping[State | None, At] = {
     State.LOCKED: "locked",
     State.CHECKPOINTED: "suspended",
     State.FAILED: "failed",
+    State.CHECKPOINTING: "locked",
+    State.RESTORING: "locked",
     None: "unknown",
 }
 STATE, STATES = 3.0, 20.0
@@ -230,7 +232,7 @@ def read(door: Callable[[], CheckpointChannel], root: str = "/", where: str | No
     known, budgets, unsafe, unread = list[Record](), list[Budgeted](), "", ""
     try:
         known = records.every(where)
-        listener.tidy(where)
+        requests.tidy(where)
     except (OSError, MemguardError) as error:
         unsafe = f"what processes have said of themselves is not read: {_line(error)}"
     try:
@@ -290,7 +292,7 @@ def person(pid: int) -> Person:
 
 def is_helper(pid: int, root: str = "/") -> bool:
     """Whether it is a helper process of memguard's, whose context is a placeholder's."""
-    return _HELPER in (proc.text(proc.of(root, pid, "cmdline")) or "")
+    return _HELPER in (proc.text(proc.path_of(root, pid, "cmdline")) or "")
 
 
 def candidates(root: str, without: Collection[int]) -> list[Process]:

@@ -19,7 +19,7 @@ from memguard._base.units import GIB, format_size
 from memguard._devices import proc
 from memguard._devices.checkpoint import State
 from memguard._node.identity import Process, process_of
-from memguard._node.suspend import processes
+from memguard._node.suspend import processes, requests
 from memguard._node.suspend.checks import facts, refusals
 from memguard._node.suspend.course import flow, room, steps
 from memguard._node.suspend.course.steps import End
@@ -27,11 +27,10 @@ from memguard._node.suspend.driver.channel import CheckpointChannel
 from memguard._node.suspend.processes import Listing
 from memguard._node.suspend.store import records
 from memguard._node.suspend.store.work_lock import BusyError, Work
-from memguard._node.suspend.triggers import listener
 from memguard._node.suspend.types import Progress, Reason
 from memguard.errors import MemguardError
 
-DONE, NO, UNKNOWN = 0, 1, 2
+DONE, NO, UNKNOWN = 0, 1, 4
 """What a command answers, and its exit code."""
 ROLL_BACK = 60.0
 """Seconds for which a process that was just taken off waits for the room that it has left."""
@@ -53,7 +52,7 @@ HAZARDS = (
 class NotThereError(MemguardError):
     """There is no such process."""
 
-    exit_code = UNKNOWN
+    exit_code = 2  # a wrong argument
 
 
 class NotAllowedError(MemguardError):
@@ -122,7 +121,7 @@ def family(process: Process, listed: Listing, wanted: Callable[[processes.Row], 
     The process itself is left out if it is not, and others are: a launcher often has no GPU memory.
     """
     chosen = []
-    for pid, stat in (proc.family("/", process.pid) or {}).items():
+    for pid, stat in (proc.descendants("/", process.pid) or {}).items():
         row = listed.of(pid)
         own = proc.user_of(pid) == os.geteuid() and not processes.is_helper(pid)
         if row is not None and own and wanted(row):
@@ -255,12 +254,12 @@ def _refused(process: Process, reasons: Iterable[Reason]) -> Result:
 
 def _answered(process: Process) -> Result:
     try:
-        sizes, seconds = listener.request(process)
-    except listener.RefusedError as error:
+        sizes, seconds = requests.request(process)
+    except requests.RefusedError as error:
         if error.suspended:
             return Result(process, DONE, f"process {process.pid} is suspended already", "suspended")
         return Result(process, NO, f"process {process.pid} refuses: {error}", "running")
-    except listener.SilentError as error:
+    except requests.SilentError as error:
         text = f"{error}\n    fix: `memguard ps` says how it is; if it hangs, look at it with py-spy or gdb"
         return Result(process, UNKNOWN, text)
     return Result(process, DONE, _went(process, sizes, seconds), "suspended", sizes, seconds, True)

@@ -1,4 +1,7 @@
-"""This process's own suspension: one at a time. Whatever interrupts it, it is on its GPUs or off them, and says so."""
+"""Suspend the calling process, one call at a time. Each call ends in RUNNING, OFF or LOST, whatever interrupts it.
+
+`_devices.phase` has the table of the transitions between these phases, `_devices.suspension` the phase now.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 from memguard._base import life
-from memguard._base.locks import Rank, Turn
+from memguard._base.advice import Advice
+from memguard._base.locks import LockedRunner, LockOrder
 from memguard._base.logs import log as _log
 from memguard._base.types import Event
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
 from memguard._devices import contexts, suspension
+from memguard._devices.phase import Phase
 from memguard._node.identity import Process
 from memguard._node.suspend import pause_memguard
 from memguard._node.suspend.course.task import Calls, Task
@@ -59,29 +64,48 @@ class _Own:
         self.guard = this.session.guard if this.session is not None else None
         self.gate: Gate | None = None
         self.suspension: Suspension | None = None
-        self.shutting = self.over = False
+        """Once the process is off its GPUs."""
+        self.events: list[Event] = []
+        """Not announced yet."""
+        self.lost: Advice | None = None
+        """In the phase LOST: what happened."""
 
     def shut(self) -> None:
-        """Quiet, then the gates."""
+        """Pause memguard, then close the gates."""
         try:
-            self._shut()
+            pause_memguard.begin(self.undo, QUIET, self.way.memory)
+            self.gate = closed_gate(self.owner, self.undo)
         except BaseException:
-            self.open()
+            self.on()
             raise
-        self.shutting = True
 
-    def _shut(self) -> None:
-        pause_memguard.begin(self.undo, QUIET, self.way.memory)
-        self.gate = closed_gate(self.owner, self.undo)
-
-    def open(self) -> None:
-        """The process is on its GPUs. It may be called again: it does what is left."""
+    def on(self) -> None:
+        """The process is on its GPUs. On the thread of the task, which no interruption reaches, or the watcher's."""
         pause_memguard.end()  # first: what waited at the gates may call memguard
         self.undo.run()
-        suspension.catch_up()
+
+    def finish(self) -> None:
+        """Once it is on its GPUs: destroy what waited for that, and tell of the return. On the thread of the call.
+
+        PyCUDA frees nothing on another thread than the one that allocated it. A second call does what is left.
+        """
+        if suspension.phase() is not Phase.RUNNING:
+            return
+        if self.gate is not None:
+            self.gate.open()
+        suspension.run_deferred()
+        events, self.events = self.events, []
+        for event in events:
+            _announce(event)
+
+    def off(self, error: BaseException | None = None, sizes: dict[str, int] | None = None) -> None:
+        """The process is off its GPUs, or lost, as the error of the driver's calls says."""
+        if isinstance(error, CannotResume) and error.lost:
+            self.lost = error.advice
+        suspension.enter(Phase.OFF if self.lost is None else Phase.LOST, sizes)
 
 
-_turn = Turn(rank=Rank.SUSPENSION)
+_locked = LockedRunner(order=LockOrder.SUSPENSION)
 """Of the thread that takes the process off its GPUs, or brings it back."""
 _BUSY = "another call takes this process off its GPUs, or brings it back"
 _now: _Own | None = None
@@ -118,13 +142,20 @@ def suspend(
     _refuse_twice()
     _refuse_here()
     given, until = (timeout, why, owner, ignore_host_memory), time.monotonic() + min(patience, timeout)
-    done = None if _turn.mine else _turn.take(_suspend, 0, *given)
-    while done is None and not _turn.mine and not _leaves() and time.monotonic() < until:
-        done = _turn.take(_suspend, _SLICE, *given)
+    done = None if _locked.held_here else _locked.run(_suspend, 0, *given)
+    while done is None and not _locked.held_here and not _leaves() and time.monotonic() < until:
+        done = _locked.run(_suspend, _SLICE, *given)
     if done is None:
         raise Suspended(f"{_BUSY}", fix="wait for it")
     _tell(done[0])
     return done[0]
+
+
+def ignores_host_memory() -> bool:
+    """Whether the active budget has `suspend: {host_memory: ignore}`."""
+    session = this.session
+    section = session.guard.budget.suspend if session is not None and session.active else None
+    return section is not None and section.host_memory == "ignore"
 
 
 def _suspend(timeout: float, why: Why, owner: int | None, ignore_host_memory: bool) -> Suspension:
@@ -133,24 +164,19 @@ def _suspend(timeout: float, why: Why, owner: int | None, ignore_host_memory: bo
     _refuse_here()
     _watch_forks()
     own = _now = _Own(chosen_way(), owner)
+    task = Task(functools.partial(_leave, own, timeout, why))
     try:
-        try:
-            own.way.check(ignore_host_memory)
-        except BaseException:
-            own.way.close()
-            raise
-        task = Task(functools.partial(_leave, own, timeout, why))
-        try:
-            return task.wait()
-        except BaseException:
-            if task.result is not None and not task.given_up:  # the interruption came when it was off already
-                _take_back(own)
-            elif task.result is not None:
-                _log.warning("the process stays suspended. fix: memguard.resume()")
-            raise
-    finally:
+        own.way.check(ignore_host_memory)
+        return task.wait(after=own.finish)
+    except BaseException:
         if own.suspension is None:
             _now = None
+            own.way.close()
+        elif task.result is not None and not task.given_up:  # the interruption came when it was off already
+            _take_back(own)
+        elif task.result is not None:
+            _log.warning("the process stays suspended. fix: memguard.resume()")
+        raise
 
 
 def _leave(own: _Own, timeout: float, why: Why, calls: Calls) -> Suspension:
@@ -158,18 +184,19 @@ def _leave(own: _Own, timeout: float, why: Why, calls: Calls) -> Suspension:
     try:
         found = own.way.off(why, timeout, calls, own.shut)
     except BaseException as error:
-        if isinstance(error, CannotSuspend) or not own.shutting:
-            own.open()
+        if isinstance(error, CannotSuspend) or suspension.phase() is Phase.RUNNING:
+            own.on()
             own.way.close()
-        else:  # nobody knows where it is: the gates stay closed, and `resume` asks again
+        else:  # lost, or nobody knows: the gates stay closed, and `resume` asks the driver again
+            own.off(error)
             own.suspension = Suspension(Process(own.pid, 0), {}, None, time.time(), 0.0, why)
             at_exit.arrange(_at_exit)
         raise
-    pause_memguard.left(dict(found.bytes))
+    own.off(sizes=dict(found.bytes))
     own.suspension = found
     lease = _lease()
     if lease is not None:
-        lease.given_back()
+        lease.give_back()
     at_exit.arrange(_at_exit)
     threading.Thread(target=_watch, args=(own,), name="memguard-suspended", daemon=True).start()
     return found
@@ -189,63 +216,52 @@ def resume(timeout: float | None, progress: Progress | None, only: Suspension | 
 
     `only`: from that suspension, and from none that came after it.
     """
-    if _turn.mine and current() is None:  # within the call that takes it off: there is nothing yet to bring back
+    if _locked.held_here and current() is None:  # within the call that takes it off: there is nothing yet to bring back
         return
     patience = -1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)
-    if _turn.mine or _turn.take(_resume, patience, timeout, progress, only) is None:
+    if _locked.held_here or _locked.run(_resume, patience, timeout, progress, only) is None:
         raise Suspended(f"{_BUSY}", fix="wait for it")
 
 
 def _resume(timeout: float | None, progress: Progress | None, only: Suspension | None) -> None:
     own = _now
     if own is not None and own.suspension is not None and (only is None or only is own.suspension):
+        if own.lost is not None:
+            raise CannotResume(own.lost, lost=True)
         _return(own, timeout, progress)
 
 
 def _at_exit(patience: float) -> None:
-    if current() is not None:
-        resume(patience, None)
+    resume(patience, None)
 
 
 def _return(own: _Own, timeout: float | None, progress: Progress | None) -> None:
     """With the turn."""
+    Task(functools.partial(_restore, own, timeout)).wait(progress, after=own.finish)
+
+
+def _restore(own: _Own, timeout: float | None, calls: Calls) -> bool:
+    """On the thread of the task."""
     assert own.suspension is not None
-    found = own.suspension
-
-    def go(calls: Calls) -> bool:
-        lease = _lease()
-        left = timeout if lease is None else lease.have(timeout, calls.stop.is_set, calls.tell)
-        pause_memguard.moves()
-        try:
-            own.way.back(found, left, calls)
-        except BaseException as error:
-            pause_memguard.stays()
-            if lease is not None and not (isinstance(error, CannotResume) and error.lost):
-                lease.given_back()
-            raise
-        return True
-
-    task = Task(go)
+    lease = _lease()
+    left = timeout if lease is None else lease.claim(timeout, calls.stop.is_set, calls.tell, used)
+    suspension.enter(Phase.RETURNING)
     try:
-        task.wait(progress)
-    finally:
-        if task.result:  # on this thread, as PyCUDA frees nothing on another than the one that allocated it
-            try:
-                _came_back(own)
-            finally:
-                _came_back(own)  # again: a Ctrl-C may have come into the one before
+        own.way.back(own.suspension, left, calls)
+    except BaseException as error:
+        own.off(error)
+        if lease is not None and own.lost is None:
+            lease.give_back()
+        raise
+    _is_back(own)
+    return True
 
 
-def _came_back(own: _Own, by: str = "") -> None:
-    """It is on its GPUs again. Any thread that has the turn; what an interrupted call left is done by the next."""
+def _is_back(own: _Own, by: str = "") -> None:
+    """It is on its GPUs again: all that needs no particular thread."""
     global _now
-    if own.over:  # it may be off them once more: nothing of that is undone here
-        return
-    own.open()
-    own.over = True
-    found = own.suspension
-    if _now is own:
-        _now = None
+    own.on()
+    found, _now = own.suspension, None
     lease = _lease()
     if lease is not None:
         lease.is_back()
@@ -255,20 +271,27 @@ def _came_back(own: _Own, by: str = "") -> None:
         seconds = max(time.time() - found.since, 0.0)
         text = f"back on its GPUs after {seconds:,.0f} s{by}: {format_size(found.total)}"
         _log.info("%s", text)
-        _announce(Event(time.time(), "resumed", text, seconds=seconds, bytes=found.total))
+        own.events.append(Event(time.time(), "resumed", text, seconds=seconds, bytes=found.total))
+
+
+def _came_back(own: _Own, by: str) -> None:
+    """Another process has resumed it. With the turn."""
+    if _now is own and own.lost is None:  # else it may be off its GPUs once more: nothing of that is undone here
+        _is_back(own, by)
+        own.finish()
 
 
 def _watch(own: _Own) -> None:
     """Another process may bring it back (`memguard resume PID`)."""
-    while not own.over and own.pid == os.getpid():
+    while _now is own and own.lost is None:
         try:
             back = own.way.returned(_LOOK)
         except Exception as error:
             _log.debug("whether the process is still suspended is unknown: %s", str(error))
             time.sleep(_LOOK)
             continue
-        while back and not own.over:  # while `resume` here is at it, it has the turn
-            _turn.take(_came_back, _LOOK, own, ", brought back by another process")
+        while back and _now is own and own.lost is None:  # while `resume` here is at it, it has the turn
+            _locked.run(_came_back, _LOOK, own, ", brought back by another process")
 
 
 def _tell(found: Suspension) -> None:
@@ -287,9 +310,9 @@ def _lease() -> ModuleType | None:
     session = this.session
     if session is None or session.lease is None or not session.guard.active:
         return None
-    from memguard._node.suspend.triggers import for_lease
+    from memguard._node.suspend.triggers import own_lease
 
-    return for_lease
+    return own_lease
 
 
 def awaited() -> bool:
@@ -301,7 +324,7 @@ def awaited() -> bool:
 def used(pid: int) -> bool | None:
     """Whether another process has used a GPU since that was asked last. This one cannot ask NVML itself, being off."""
     own = _now
-    return None if own is None or own.over else own.way.used(pid)
+    return None if own is None else own.way.used(pid)
 
 
 def refusals() -> contextlib.ExitStack:
@@ -334,7 +357,7 @@ def _refuse_here() -> None:
     for kind, (pid, reason, fix) in [*suspension.forbidden.items()]:
         if pid == os.getpid():
             raise CannotSuspend([(kind, reason, fix)])
-    if contexts.lost or this.was_forked:
+    if contexts.unusable_after_fork or this.was_forked:
         reason = "this process was forked from one that uses CUDA, and has no GPU of its own"
         raise CannotSuspend(
             [("forked", reason, "suspend the parent, or start children with multiprocessing's 'spawn'")]
@@ -343,18 +366,17 @@ def _refuse_here() -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    life.at_fork(life.Rank.SUSPENSION, child=_forked)
+    life.at_fork(life.HookOrder.SUSPENSION, child=_forked)
 
 
 def _forked() -> None:
     """A forked child has no CUDA: it is not suspended, and waits at no gate."""
-    global _now, _turn
-    own, _now, _turn = _now, None, Turn(rank=Rank.SUSPENSION)
+    global _now, _locked
+    own, _now, _locked = _now, None, LockedRunner(order=LockOrder.SUSPENSION)
     suspension.forked()
     at_exit.dismiss()
     if own is not None:
         _of_parent.append(own)  # what it keeps alive would call CUDA at its end
-        own.over = True
         if own.gate is not None:
             own.gate.closed = False
         if own.guard is not None:

@@ -14,6 +14,10 @@ Why = Literal["asked", "idle", "by_others", "lease", "unsafe"]
 """Who wanted it: the program, its own idle time, another process that it allows, one that waits for its lease, or one
 that it does not allow."""
 
+HostMemory = Literal["check", "ignore"]
+TIMEOUT = 60.0
+"""Seconds that the GPUs' work may take to end before the process leaves them."""
+
 
 @dataclass(frozen=True)
 class Reason:

@@ -36,14 +36,14 @@ from memguard._node.top.snapshot import Gpu, Part, Share, Target
 from memguard._node.top.state import Story
 from memguard._runtime.callbacks import Watch
 from memguard._runtime.extensions import Extension
-from memguard._runtime.session import callbacks, on_monitor
+from memguard._runtime.session import event_callbacks, on_monitor
 from memguard.errors import MemguardError
 from memguard.exchange.ipc import wire
 
 if TYPE_CHECKING:
     from memguard._base.framework_spec import CacheName, FrameworkName
     from memguard._guard.guard import Guard
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
 VERSION = 1
 KIND = "top"
@@ -71,7 +71,7 @@ class Served:
     ) -> None:
         self._guard, self._process, self._pid = guard, this_process(), os.getpid()
         self._story = Story(guard.plan, whole=whole and guard.budget.monitor is not None)
-        self._watch = Watch(self._story.add, callbacks)
+        self._watch = Watch(self._story.add, event_callbacks)
         self._requests, self._undo, self._wake = Requests(), Undo(), asked
         self._name = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
         self._live: float | None = time.time()
@@ -83,7 +83,7 @@ class Served:
         listening = sockets.Listening(self._serve, self.path, "memguard-top")
         try:
             self._undo.add("the events for memguard top", self._watch.remove)
-            callbacks.append(self._watch)
+            event_callbacks.append(self._watch)
             self._undo.add("the socket that was to be the one for memguard top", self._forget_new)
             self._undo.add("the listener for memguard top", listening.end)
             listening.begin()
@@ -223,7 +223,7 @@ class Top(Extension):
     before_monitor = True
     _served: Served | None = None
 
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         self._served = of_budget(session.guard, session.undo, session.wake)
 
     def checkpoint(self) -> None:

@@ -58,7 +58,7 @@ class Retry:
     caches of the budget's frameworks, raises an elastic cap, and logs the result. The last error is raised unchanged,
     with a note. Other errors are raised at once. For functions, methods and `async def`.
 
-    times     the most retries; by default one, or with `shrink` as many as reach the floor
+    times     the most retries; by default one; with `shrink`, as many as it takes to reach the floor
     shrink    the name of an integer argument that is halved before each retry. memguard remembers the size that
               succeeded: until `function.forget()`, the next call starts with it, or with its own argument if smaller
     floor     the smallest size; `multiple` rounds each size down to a multiple of it

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from memguard._base.types import RefusedRequest
 from memguard._base.units import format_size
 from memguard._oom import hooks
-from memguard._oom.classify import ErrorFacts, Verdict, classify
+from memguard._oom.classify import Classification, ErrorFacts, classify
 
 _WALKED = 100
 """The most exceptions of one chain that are examined, and whose frames are cleared."""
@@ -35,28 +35,28 @@ _TRACEBACK: Any = vars(BaseException)["__traceback__"]
 class Failure(NamedTuple):
     """One failed run. Sizes are bytes; None if unknown.
 
-    who      the framework or library that requested memory
-    request  the record of the refused request, if the allocator reported it
-    words    type and text of the error, in one line
-    in_use   the live arrays of each framework when the error was caught, by UUID and name
-    held     the memory that each framework had taken from the driver then, by UUID and name
+    requester   the framework or library that requested memory
+    request     the record of the refused request, if the allocator reported it
+    error_text  type and text of the error, in one line
+    in_use      the live arrays of each framework when the error was caught, by UUID and name
+    held        the memory that each framework had taken from the driver then, by UUID and name
     """
 
-    who: str | None
-    asked: int | None
+    requester: str | None
+    requested: int | None
     certain: bool
     request: RefusedRequest | None
     facts: ErrorFacts
-    verdict: Verdict
-    words: str
+    classification: Classification
+    error_text: str
     in_use: Mapping[str, Mapping[str, int]] = {}
     held: Mapping[str, Mapping[str, int]] = {}
 
     @property
     def title(self) -> str:
-        size = "" if self.asked is None else f" ({format_size(self.asked)} asked for)"
+        size = "" if self.requested is None else f" ({format_size(self.requested)} asked for)"
         possibly = "" if self.certain else "possibly "
-        return f"{self.who or 'an unknown requester'} {possibly}ran out of GPU memory{size}"
+        return f"{self.requester or 'an unknown requester'} {possibly}ran out of GPU memory{size}"
 
 
 def recognised(error: BaseException, outer: int | None = None) -> Failure | None:
@@ -69,12 +69,14 @@ def recognised(error: BaseException, outer: int | None = None) -> Failure | None
     found = _look(error, outer, set())
     if found is None:
         return None
-    facts, verdict = found
-    request = hooks.request_of(facts, verdict)
-    asked = request.requested if request is not None and request.requested is not None else verdict.requested
+    facts, classification = found
+    request = hooks.request_of(facts, classification)
+    requested = request.requested if request is not None and request.requested is not None else classification.requested
     own = hooks.facts_of(error)
-    words = f"{own.type.rpartition('.')[2]}: {first_sentences(own.text)}"
-    return Failure(verdict.requester, asked, verdict.certain, request, facts, verdict, words)
+    error_text = f"{own.type.rpartition('.')[2]}: {first_sentences(own.text)}"
+    return Failure(
+        classification.requester, requested, classification.certain, request, facts, classification, error_text
+    )
 
 
 def first_sentences(text: str) -> str:
@@ -90,19 +92,19 @@ def first_sentences(text: str) -> str:
     return found
 
 
-def _look(error: BaseException, outer: int | None, known: set[int]) -> tuple[ErrorFacts, Verdict] | None:
+def _look(error: BaseException, outer: int | None, known: set[int]) -> tuple[ErrorFacts, Classification] | None:
     if id(error) == outer or id(error) in known or len(known) >= _WALKED or not issubclass(type(error), Exception):
         return None
     known.add(id(error))
-    cause, context, members = hooks.kin(error)
+    cause, context, members = hooks.related(error)
     if members:
         found = [_look(member, outer, known) for member in members]
         return found[0] if all(found) else None
     facts = hooks.facts_of(error)
-    verdict = classify(facts)
-    if verdict.memory != "none":
-        return (facts, verdict) if verdict.memory == "gpu" else None
-    for one in (cause, None if hooks.suppressed(error) else context):
+    classification = classify(facts)
+    if classification.memory != "none":
+        return (facts, classification) if classification.memory == "gpu" else None
+    for one in (cause, None if hooks.context_suppressed(error) else context):
         if one is not None and (deeper := _look(one, outer, known)) is not None:
             return deeper
     return None
@@ -121,7 +123,7 @@ def clear_frames(error: BaseException, outer: int | None = None) -> None:
             continue
         known.add(id(one))
         _clear_trace(_TRACEBACK.__get__(one))
-        cause, context, members = hooks.kin(one)
+        cause, context, members = hooks.related(one)
         waiting += [context, cause, *members]
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from memguard._base import specs
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._budget import ranks
+from memguard._frameworks import specs
 
 _HOROVOD = ("horovod.torch", "horovod.tensorflow", "horovod.tensorflow.keras", "horovod.keras", "horovod.mxnet")
 

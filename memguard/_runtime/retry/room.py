@@ -11,17 +11,17 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from memguard._base import specs
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.types import Event, Room, Sample
 from memguard._devices import suspension
+from memguard._frameworks import specs
 from memguard._oom.causes import WORKSPACE, device_of
 from memguard._runtime.retry.failure import Failure
 from memguard._runtime.runtime import this
 
-_ASKED = 4
-"""The most calls of `make_room` with a reduced size. The shortage of a call may be of the GPU or of the caps."""
+_ATTEMPTS = 4
+"""The most calls of `make_room` with a reduced size. A call may fall short because of the GPU or of the caps."""
 
 if TYPE_CHECKING:
     from memguard._base.framework_spec import CacheName, FrameworkName
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from memguard._guard.guard import Guard
 
 
-class Done(NamedTuple):
+class RoomMade(NamedTuple):
     """The room made before a retry, in bytes.
 
     freed     the decrease of memory in use since the failed run's frames were cleared; None without a budget
@@ -73,7 +73,7 @@ def with_figures(failure: Failure) -> Failure:
     return failure if sample is None else failure._replace(in_use=_of(sample, "in_use"), held=_of(sample, "held"))
 
 
-def make(failure: Failure) -> Done:
+def make_room(failure: Failure) -> RoomMade:
     """Trim all idle caches and raise the cap as far as possible, after the frames of the failed run are cleared.
 
     That is more than the failed request needs. The run's later requests are unknown, and another failed run costs more
@@ -81,7 +81,7 @@ def make(failure: Failure) -> Done:
     """
     guard, now = active(), _sample()
     if guard is None or now is None:
-        return Done()
+        return RoomMade()
     live = _of(now, "in_use")
     freed = sum(
         max(size - live.get(uuid, {}).get(name, 0), 0)
@@ -92,43 +92,44 @@ def make(failure: Failure) -> Done:
     shared = guard.caps.allocators.keys() - guard.frameworks.keys()
     for name in (*shared, *guard.frameworks):
         _add(returned, {name: guard.trim(cast("CacheName", name))})
-    device, who = _device(guard, failure), failure.who
+    device, requester = _device(guard, failure), failure.requester
     uuid = None if device is None else device.uuid
-    if device is None or who is None or who not in guard.frameworks:  # a library: its memory lies outside every cap
-        return Done(freed, returned, uuid=uuid)
-    cap = guard.part(device.uuid).caps.get(who)
-    room = _raise(guard, failure, cast("FrameworkName", who), device, returned)
-    after = guard.part(device.uuid).caps.get(who)
+    if device is None or requester is None or requester not in guard.frameworks:
+        # No framework of the budget requested the memory: a library, whose memory is outside every cap.
+        return RoomMade(freed, returned, uuid=uuid)
+    cap = guard.device_plan(device.uuid).caps.get(requester)
+    room = _raise(guard, failure, cast("FrameworkName", requester), device, returned)
+    after = guard.device_plan(device.uuid).caps.get(requester)
     moved = (cap, after) if cap is not None and after is not None and cap != after else None
-    return Done(freed, returned, moved, room.live, uuid)
+    return RoomMade(freed, returned, moved, room.live, uuid)
 
 
-def _raise(guard: Guard, failure: Failure, who: FrameworkName, device: Device, returned: dict[str, int]) -> Room:
+def _raise(guard: Guard, failure: Failure, requester: FrameworkName, device: Device, returned: dict[str, int]) -> Room:
     """Make room up to the framework's max. If that is not available, for less, down to the failed run's memory."""
     now = _sample()
-    held = 0 if now is None else _of(now, "held").get(device.uuid, {}).get(who, 0)
+    held = 0 if now is None else _of(now, "held").get(device.uuid, {}).get(requester, 0)
     refused = failure.request.held if failure.request is not None else None
-    then = max(failure.held.get(device.uuid, {}).get(who, 0), refused or 0)
-    size = WORKSPACE if failure.asked is None else failure.asked
-    least = guard.frameworks[who].footprint(size) + max(then - held, 0)
-    _, most = guard.part(device.uuid).elastic.get(who, (0, 0))
+    then = max(failure.held.get(device.uuid, {}).get(requester, 0), refused or 0)
+    size = WORKSPACE if failure.requested is None else failure.requested
+    least = guard.frameworks[requester].footprint(size) + max(then - held, 0)
+    _, most = guard.device_plan(device.uuid).elastic.get(requester, (0, 0))
     needed = max(most - held, least)
-    room = guard.make_room(who, needed, device)
-    for _ in range(_ASKED):
+    room = guard.make_room(requester, needed, device)
+    for _ in range(_ATTEMPTS):
         _add(returned, room.returned)
         if not room.missing or needed <= least:
             break
         needed = max(needed - room.missing, least)
-        room = guard.make_room(who, needed, device)
+        room = guard.make_room(requester, needed, device)
     return room
 
 
-def announce(failure: Failure, done: Done, text: str) -> None:
+def announce(failure: Failure, done: RoomMade, text: str) -> None:
     """Write a retry event to the timeline and pass it to the `on_event` callbacks."""
     session = this.session
     if session is not None and session.active:
         size = sum(done.returned.values())
-        session.announce(Event(time.time(), "retry", text, uuid=done.uuid, framework=failure.who, bytes=size))
+        session.announce(Event(time.time(), "retry", text, uuid=done.uuid, framework=failure.requester, bytes=size))
 
 
 def _add(returned: dict[str, int], more: Mapping[str, int]) -> None:
@@ -142,7 +143,7 @@ def _device(guard: Guard, failure: Failure) -> Device | None:
     parts = guard.plan.devices
     if len(parts) == 1:
         return parts[0].device
-    found = device_of(failure.facts.text, failure.verdict, guard.ledger(), failure.request)
+    found = device_of(failure.facts.text, failure.classification, guard.ledger(), failure.request)
     return None if found is None else found.device
 
 

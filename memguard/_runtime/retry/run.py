@@ -15,7 +15,7 @@ from memguard._base.units import format_size
 from memguard._oom import hooks
 from memguard._runtime.retry import ranks, room
 from memguard._runtime.retry.failure import Failure, clear_frames, recognised
-from memguard._runtime.retry.room import Done
+from memguard._runtime.retry.room import RoomMade
 
 Ranks = Literal["refuse", "independent"]
 
@@ -95,19 +95,19 @@ class Run:
         if failure is None:
             return
         gc.collect()
-        done = Done()
+        done = RoomMade()
         try:
-            done = room.make(failure)
+            done = room.make_room(failure)
         except Exception as problem:
             _log.debug("no room was made for another run: %s", text_of(problem))
-        made = _room_made(done, failure.who)
+        made = _room_made(done, failure.requester)
         before = smaller = ""
         if self.size is not None:
             before = f"{self.name}={self.size}: "
             self.size = halved(self.size, self.policy.floor, self.policy.multiple)
             smaller = f" with {self.name}={self.size}"
         text = f"{failure.title}: {made}; running again{smaller} ({len(self._runs) + 1} of {self.most})"
-        self._runs.append(f"{before}{failure.words}\n    then {made}")
+        self._runs.append(f"{before}{failure.error_text}\n    then {made}")
         _log.warning("%s", text)
         try:
             room.announce(failure, done, text)
@@ -169,17 +169,17 @@ def _not_retried(why: str) -> str:
     return f"memguard did not run it again: {why}"
 
 
-def _room_made(what: Done, who: str | None) -> str:
-    """The room made, as a sentence without a full stop. `who`: the requester, which can return only its own cache."""
+def _room_made(what: RoomMade, requester: str | None) -> str:
+    """The room made, as a sentence without a full stop. `requester` can return only its own cache."""
     parts = []
     if what.freed:
         parts.append(f"the failed run let go of {format_size(what.freed)}")
     for name, size in what.returned.items():
-        idle = "its own cache, " if name == who else ""
+        idle = "its own cache, " if name == requester else ""
         parts.append(f"{name} gave back {idle}{format_size(size)} by NVML")
     if what.cap is not None:
         before, after = what.cap
-        parts.append(f"{who}'s cap went from {format_size(before)} to {format_size(after)}")
+        parts.append(f"{requester}'s cap went from {format_size(before)} to {format_size(after)}")
     if what.freed is None:
         parts.append("the failed run was let go of; no budget is active, so no framework was asked for its cache")
     elif not parts:

@@ -19,7 +19,7 @@ _NEEDED = {"pydantic": "pydantic", "PyYAML": "yaml", "nvidia-ml-py": "pynvml", "
 """What memguard needs while the program runs: distributions, and the module of each. Some are imported late."""
 
 _WITHOUT_GPU = (
-    "go on without a GPU: `memguard run --simulate h200` for a simulated one, MEMGUARD_DISABLE=1 without a budget"
+    "go on without a GPU: `memguard run --device h200` for a simulated one, MEMGUARD_DISABLE=1 without a budget"
 )
 
 

@@ -1,7 +1,7 @@
 """`memguard doctor`: why a framework does not work on this GPU, and what to do.
 
-`collect.gather` reads facts, each framework in a short process of its own. `examine` turns facts into findings and
-reads nothing else. `doctor` does both.
+`collect.gather` collects facts; it imports and uses each framework in a separate short process. `examine` derives the
+findings from the facts alone. `doctor` does both.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["DoctorReport", "Facts", "Finding", "Severity", "doctor"]
 
 _LONGEST = 86400
-"""Seconds: a day."""
+"""The largest time-out, in seconds: one day."""
 
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """The facts that were read and the findings. `ignored`: names of findings that were left out."""
+    """The collected facts and the findings. `ignored`: names of the findings left out on request."""
 
     facts: Facts
     findings: tuple[Finding, ...]
@@ -35,7 +35,7 @@ class DoctorReport:
 
     @property
     def healthy(self) -> bool:
-        """No errors, no warnings, and the frameworks asked for are installed; if none was asked for, at least one."""
+        """No errors or warnings, and all requested frameworks are installed (by default: at least one)."""
         return not self.found and bool(self.facts.frameworks) and not self.not_installed
 
     @property
@@ -45,12 +45,12 @@ class DoctorReport:
 
     @property
     def not_installed(self) -> tuple[str, ...]:
-        """Frameworks that were asked for, by name or by the budget, and are not installed."""
+        """The frameworks requested by name or by the budget that are not installed."""
         return tuple(name for name, found in self.facts.frameworks.items() if found.probe is None and not found.path)
 
     @property
     def errors(self) -> tuple[Finding, ...]:
-        """The findings that keep a framework from working."""
+        """The findings of severity error: something does not work."""
         return tuple(finding for finding in self.findings if finding.severity is Severity.ERROR)
 
     def as_dict(self) -> dict[str, Any]:
@@ -65,13 +65,13 @@ class DoctorReport:
         return render.text(self)
 
     def __repr__(self) -> str:
-        """One line, for a prompt; `print` shows the whole report."""
+        """One line, for an interactive prompt; `print` shows the whole report."""
         from memguard._tools.doctor import render
 
         return f"<DoctorReport: {render.verdict(self)}>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython and notebooks show."""
+        """Show the whole report in IPython and notebooks."""
         printer.text(str(self))
 
 
@@ -84,9 +84,9 @@ def doctor(
 ) -> DoctorReport:
     """Find out why frameworks do not work on this machine and in this process. Creates no context in this process.
 
-    Each installed framework is imported and used in a process of its own, which is stopped after `timeout` seconds.
-    `frameworks` limits that to some, a budget to those that it names. It takes a few seconds, and up to 1.5 GiB of the
-    GPU for each process. Findings named in `ignore`, or in the budget's `doctor: {ignore: [...]}`, are left out. A
+    Each installed framework is imported and used in a separate process, which is stopped after `timeout` seconds. With
+    `frameworks` or a budget, only the named ones are. The call takes a few seconds, and each process up to 1.5 GiB of
+    GPU memory. Findings named in `ignore`, or in the budget's `doctor: {ignore: [...]}`, are left out. A
     single name may be a plain string.
     Raises ConfigError for a wrong budget and MemguardError for an unknown name or a wrong `timeout`.
     """
@@ -106,7 +106,7 @@ def doctor(
 
 
 def report_on(facts: Facts, budget: Budget | None, ignore: frozenset[str] = frozenset()) -> DoctorReport:
-    """The report on these facts, without the findings that `ignore` or the budget names."""
+    """Examine the facts. Leaves out the findings that `ignore` or the budget names."""
     from memguard._tools.doctor.examine import examine
 
     silent = ignore | set(budget.doctor.ignore if budget is not None and budget.doctor is not None else ())
@@ -114,7 +114,7 @@ def report_on(facts: Facts, budget: Budget | None, ignore: frozenset[str] = froz
 
 
 def _names(argument: str, given: Any) -> tuple[str, ...]:
-    """Names of frameworks or findings. A plain string is one name."""
+    """Validate an argument that is a list of names, or one name as a plain string."""
     names = (given,) if isinstance(given, str) else () if given is None else given
     try:
         names = tuple(names)

@@ -1,4 +1,4 @@
-"""What `memguard doctor` reads, as plain data. Findings are made from this and nothing else.
+"""The facts that `memguard doctor` collects, as plain data. Findings are derived from them alone.
 
 Its JSON (`memguard doctor --dump-facts`) gives the same findings on any machine (`--facts FILE`). None means that the
 value could not be read; an empty tuple means that there is none. Sizes are bytes, times seconds.
@@ -6,9 +6,11 @@ value could not be read; an empty tuple means that there is none. Sizes are byte
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
-from typing import Annotated, Final, Literal
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Annotated, Any, Concatenate, Final, Literal, ParamSpec, Self, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -19,11 +21,39 @@ VERSION: Final = 1
 
 NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}"
 Name = Annotated[str, Field(pattern=f"^{NAME}$")]
-"""A distribution or a framework. The pattern matters: names get into commands that users copy."""
+"""The name of a distribution or framework. The pattern keeps shell syntax out of commands that users copy."""
 
 
 class _Fact(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """Results of `once` functions for this object."""
+        return {}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        copied = super().model_copy(update=update, deep=deep)
+        copied.__dict__.pop("derived", None)  # an edited copy has other results
+        return copied
+
+
+F = TypeVar("F", bound=_Fact)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def once(derive: Callable[Concatenate[F, P], R]) -> Callable[Concatenate[F, P], R]:
+    """Cache the result of a pure function of facts in the facts object. Facts are frozen, so it never expires."""
+
+    @functools.wraps(derive)
+    def computed(facts: F, /, *args: P.args, **more: P.kwargs) -> R:
+        key = (derive, *args)
+        if key not in facts.derived:
+            facts.derived[key] = derive(facts, *args, **more)
+        return cast("R", facts.derived[key])
+
+    return cast("Callable[Concatenate[F, P], R]", computed)
 
 
 class System(_Fact):
@@ -40,10 +70,10 @@ class System(_Fact):
 
 
 class Cuda(_Fact):
-    """libcuda. `path` is the file that was loaded, links resolved; `candidates` are all that the loader could find.
+    """libcuda. `path` is the file that was loaded, links resolved; `candidates`: all files that the loader could find.
 
     `version` is cuDriverGetVersion (13000), `init` cuInit's result by name (CUDA_SUCCESS), `error` dlopen's.
-    `checkpoint`: it has the functions that suspend a process.
+    `checkpoint`: whether it has the functions that suspend a process.
     """
 
     path: str | None = None
@@ -80,7 +110,7 @@ class NvmlFacts(_Fact):
 
 class NvmlDevice(_Fact):
     """A GPU as NVML numbers it. `mode`: Default, Exclusive_Process, Prohibited. `error`: why NVML gives no handle.
-    `vgpu`: the machine is a guest that has a part of a card.
+    `vgpu`: the machine is a guest with a part of the card.
 
     `processes`: bytes by PID, None if NVML does not say how many; the doctor's own processes are left out.
     """
@@ -100,7 +130,7 @@ class NvmlDevice(_Fact):
 
 
 class Driver(_Fact):
-    """The driver: kernel module, libcuda and NVML. `module` is the module's version, "" if it is loaded without one.
+    """The driver: kernel module, libcuda and NVML. `module` is the module's version, "" if it does not report one.
 
     `pci`: addresses of NVIDIA GPUs on the bus. `files`: device files by path: ok, denied, or the error's name (EIO).
     """
@@ -113,7 +143,7 @@ class Driver(_Fact):
 
 
 class Stage(_Fact):
-    """A finished step of a probe: import, devices, compute, or a framework's name if several share a process.
+    """A finished step of a probe: import, devices, compute; in a process with several frameworks, the framework's name.
 
     If it failed, `error` is the exception's text and `kind` its type with the module.
     """
@@ -125,10 +155,10 @@ class Stage(_Fact):
 
 
 class Probe(_Fact):
-    """How a probe's process went. `signal` ended it (SIGFPE). `hung`: it was stopped after `seconds`.
+    """The outcome of a probe's process. `signal`: the signal that ended it (SIGFPE). `hung`: stopped after `seconds`.
     `complete`: False if it exited with code 0 before its last step.
 
-    `libraries`: files of CUDA and of frameworks that it had mapped, links resolved. `said`: its lines on stderr.
+    `libraries`: the mapped files of CUDA and of frameworks, links resolved. `said`: the lines on stderr.
     """
 
     stages: tuple[Stage, ...] = ()
@@ -141,22 +171,18 @@ class Probe(_Fact):
     said: tuple[str, ...] = ()
 
     @property
-    def last(self) -> Stage | None:
-        return self.stages[-1] if self.stages else None
-
-    @property
     def failed(self) -> Stage | None:
-        """The first step that raised."""
+        """The first step that raised an exception."""
         return next((stage for stage in self.stages if stage.error is not None), None)
 
 
 class FrameworkFacts(_Fact):
-    """One framework: what is installed, what it was built for, and how its probe went.
+    """One framework: its installation, its build, and the outcome of its probe.
 
     `distributions`: versions by name of the distributions that install its module; `folder` is where they install it,
-    `path` what `import` found. `gpu`: whether it is built for CUDA. `architectures` in CUDA's words (sm_90,
-    compute_90). `cuda`, `cudnn`: what it was built for; `cudnn_loaded`: what it runs with. `missing`: libraries that
-    it could not open. `gpus`: how many it sees; `multiprocessors`: how many it counts on each.
+    `path` the file that `import` found. `gpu`: whether it is built for CUDA. `architectures` in CUDA's notation (sm_90,
+    compute_90). `cuda`, `cudnn`: the versions of the build; `cudnn_loaded`: the one at run time. `missing`: libraries
+    that it could not open. `gpus`: the number it sees; `multiprocessors`: the number it counts on each.
     """
 
     distributions: dict[Name, str] = {}
@@ -175,7 +201,7 @@ class FrameworkFacts(_Fact):
 
 
 class Together(_Fact):
-    """Frameworks in one process, imported and used in this order. `multiprocessors`: how many each counts on GPU 0."""
+    """Several frameworks in one process, used in this order. `multiprocessors`: as each counts them on GPU 0."""
 
     order: tuple[str, ...]
     multiprocessors: dict[str, int] = {}
@@ -185,10 +211,11 @@ class Together(_Fact):
 class Process(_Fact):
     """The process that called `memguard.doctor()`; there is none for the command line.
 
-    `modules`: imported frameworks, and modules of theirs that matter (`pycuda.autoinit`), in the order of import.
-    `contexts`: by the UUID of each GPU on which it has a context, its bytes according to NVML; None if NVML does not
+    `modules`: imported frameworks and relevant submodules (`pycuda.autoinit`), in the order of import.
+    `contexts`: for each GPU with a context of this process, by UUID, its bytes according to NVML; None if NVML does not
     list it, as in a container, where NVML lists the host's PIDs. `foreign_context`: PyCUDA's current context is not
-    the primary one. `allocators`: what replaces a framework's own allocator, by framework. `budget`: one is active.
+    the primary one. `allocators`: the allocators that replace a framework's own, by framework. `budget`: whether one is
+    active.
     """
 
     modules: tuple[str, ...] = ()
@@ -221,8 +248,8 @@ class Script(_Fact):
 
 
 class BudgetFacts(_Fact):
-    """The budget to check. `limits`: bytes by UUID of its GPUs; `errors`: why it cannot be planned. `suspend`: it says
-    when the process leaves its GPUs.
+    """The budget to check. `limits`: bytes by UUID of its GPUs; `errors`: why it cannot be planned. `suspend`: whether
+    it has a section `suspend`.
     """
 
     source: str = "budget"
@@ -233,7 +260,7 @@ class BudgetFacts(_Fact):
 
 
 class Facts(_Fact):
-    """Everything that was read. `label` says where stored facts come from and what was edited in them.
+    """All facts. `label`: the origin of stored facts, and what was edited in them.
 
     `environment`: variables that CUDA or a framework reads. `tools`: paths of programs by name, None if not found.
     `packages`: versions by name of related distributions. `seconds`: by probe.
@@ -257,7 +284,7 @@ class Facts(_Fact):
     seconds: dict[str, float] = {}
 
     def probes(self) -> Iterator[tuple[str, Probe]]:
-        """Every probe with its name in messages."""
+        """Every probe, with the name that messages use."""
         for name, framework in self.frameworks.items():
             if framework.probe is not None:
                 yield name, framework.probe
@@ -265,13 +292,13 @@ class Facts(_Fact):
             yield " then ".join(together.order), together.probe
 
     def to_json(self) -> str:
-        """JSON, without the fields that have their default."""
+        """JSON without the fields that have default values."""
         plain = self.model_dump(mode="json", exclude_defaults=True)
         return json.dumps({"memguard_facts": VERSION, **plain}, indent=1)
 
     @classmethod
     def from_json(cls, text: str | bytes, source: str = "facts") -> Facts:
-        """Facts from their JSON. Raises FactsError with what is wrong."""
+        """Parse facts from JSON. Raises FactsError that names the first problem."""
         try:
             if len(text) > bounds.TEXT:
                 raise ValueError(f"it is larger than {bounds.TEXT >> 20} MiB")
@@ -279,7 +306,7 @@ class Facts(_Fact):
             plain = json.loads(text)
             if "memguard_facts" not in plain:
                 raise ValueError("memguard_facts: Field required")
-            wrong = bounds.outside(plain)
+            wrong = bounds.first_violation(plain)
             if wrong is not None:
                 raise ValueError(wrong)
             return facts

@@ -1,6 +1,6 @@
 """The doctor's report as text and as plain data.
 
-The verdict comes first, then errors and warnings, then one line for each framework, then findings that are only info.
+In order: the verdict, errors and warnings, one line for each framework, infos.
 """
 
 from __future__ import annotations
@@ -8,16 +8,14 @@ from __future__ import annotations
 import textwrap
 from typing import TYPE_CHECKING, Any
 
-from memguard._base.specs import SPECS
 from memguard._base.text import shown, visible
 from memguard._base.units import format_size
-from memguard._tools.doctor.checks.cpu_only import kept_off
-from memguard._tools.doctor.checks.failures import STEPS, step
-from memguard._tools.doctor.checks.phrases import listing
-from memguard._tools.doctor.checks.probe_outcomes import computes, did_not_finish, died
+from memguard._frameworks.specs import SPECS
+from memguard._tools.doctor.derived import STEPS, computes, did_not_finish, died, kept_off, step
 from memguard._tools.doctor.examine import examine
 from memguard._tools.doctor.facts import Facts, FrameworkFacts, Probe
 from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.wording import listing
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 WIDTH = 80
 _CELL = 24
-"""Characters of a version in the table. A version of a local build can be longer than the screen."""
+"""The widest version in the table, in characters: local builds have long ones."""
 _STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.INFO: "bold cyan"}
 _GLUE = "\N{NO-BREAK SPACE}"
 
@@ -36,12 +34,12 @@ Line = list[Piece]
 
 
 def text(report: DoctorReport, *, brief: bool = False) -> str:
-    """Without colours, for files, pipes and `str`. `brief` as in `lines`."""
+    """The report as text without colours. `brief` as in `lines`."""
     return shown("\n".join("".join(piece for _, piece in line) for line in lines(report, brief=brief)))
 
 
 def rich(report: DoctorReport, *, brief: bool = False) -> Text:
-    """For terminals. `brief` as in `lines`."""
+    """The report in colours, for terminals. `brief` as in `lines`."""
     from rich.text import Text
 
     out = Text(no_wrap=True, overflow="ignore")
@@ -53,7 +51,7 @@ def rich(report: DoctorReport, *, brief: bool = False) -> Text:
 
 
 def as_dict(report: DoctorReport) -> dict[str, Any]:
-    """Plain data; the facts themselves are what `--dump-facts` prints."""
+    """The report as plain data, without the facts, which `--dump-facts` prints."""
     facts = report.facts
     return {
         "memguard_doctor": 1,
@@ -88,10 +86,10 @@ def as_dict(report: DoctorReport) -> dict[str, Any]:
 
 
 def verdict(report: DoctorReport) -> str:
-    """What works and what does not."""
+    """One sentence: which frameworks work and which do not."""
     facts = report.facts
     good = [name for name, framework in facts.frameworks.items() if works(framework)]
-    off = [name for name, framework in facts.frameworks.items() if _off(framework, facts, name)]
+    off = [name for name, framework in facts.frameworks.items() if _disabled_by_environment(framework, facts, name)]
     bad = [name for name, framework in facts.frameworks.items() if works(framework) is False and name not in off]
     gpus = facts.driver.cuda.devices
     where = f" on {len(gpus)} GPUs" if len(gpus) > 1 else f" on {gpus[0].name or 'the GPU'}" if gpus else ""
@@ -109,12 +107,12 @@ def verdict(report: DoctorReport) -> str:
         parts.append(f"{listing(absent)} {verb} not installed for {python}: is it the right environment?")
     elif not facts.frameworks:
         none = f"None of {listing([spec.title for spec in SPECS.values()])} is installed for {python}"
-        return ". ".join(filter(None, (_found(report, bad), f"{none}: is it the right environment?")))
-    return ": ".join(filter(None, (_found(report, bad), "; ".join(parts) or "no framework was tried")))
+        return ". ".join(filter(None, (_verdict_start(report, bad), f"{none}: is it the right environment?")))
+    return ": ".join(filter(None, (_verdict_start(report, bad), "; ".join(parts) or "no framework was tried")))
 
 
-def _found(report: DoctorReport, bad: list[str]) -> str:
-    """How the verdict begins: "healthy" only if nothing fails, or an info says why it does."""
+def _verdict_start(report: DoctorReport, bad: list[str]) -> str:
+    """The start of the verdict. "healthy" only if nothing fails, or an info explains each failure."""
     counts = [
         _count(sum(finding.severity is severity for finding in report.findings), str(severity))
         for severity in (Severity.ERROR, Severity.WARNING)
@@ -131,14 +129,14 @@ def _found(report: DoctorReport, bad: list[str]) -> str:
     return f"nothing found beyond what is left out ({', '.join(left_out)})" if left_out else "nothing found"
 
 
-def _off(framework: FrameworkFacts, facts: Facts, name: str) -> bool:
-    """Whether a variable keeps it off the GPU, and nothing else fails."""
+def _disabled_by_environment(framework: FrameworkFacts, facts: Facts, name: str) -> bool:
+    """Whether an environment variable disables the GPU for the framework, and its probe succeeded."""
     probe = framework.probe
     return probe is not None and not framework.gpus and not did_not_finish(probe) and kept_off(facts, name)
 
 
 def works(framework: FrameworkFacts) -> bool | None:
-    """Whether it computed on a GPU in its probe; None if it was not tried."""
+    """Whether the framework computed on a GPU in its probe; None without a probe."""
     probe = framework.probe
     if probe is None:
         return None
@@ -146,22 +144,22 @@ def works(framework: FrameworkFacts) -> bool | None:
 
 
 def state(framework: FrameworkFacts, facts: Facts | None = None, name: str = "") -> str:
-    """How its probe went, in a few words. `facts` and `name` are needed to recognise one that is kept off the GPU."""
+    """The outcome of the probe in a few words. `kept off the GPU` needs `facts` and `name`."""
     probe = framework.probe
     if probe is None:
         return "not tried" if framework.path else "is not installed"
-    how = _bad_end(probe, STEPS, ("hangs", "dies of", "fails", "exits with"))
+    how = _failure(probe, STEPS, ("hangs", "dies of", "fails", "exits with"))
     if how is not None:
         return how
     if works(framework):
         return "works"
-    if facts is not None and _off(framework, facts, name):
+    if facts is not None and _disabled_by_environment(framework, facts, name):
         return "is kept off the GPU"
     return "is a build without CUDA" if framework.gpu is False else "sees no GPU"
 
 
-def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, str]) -> str | None:
-    """How and in which step it failed, the same step that its finding names; None if it did not."""
+def _failure(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, str]) -> str | None:
+    """How the probe failed and in which step, as the finding says it; None if it succeeded."""
     where = step(probe, steps).replace("in the step ", "in ")
     hang, die, fail, leave = verbs
     if probe.hung:
@@ -174,7 +172,7 @@ def _bad_end(probe: Probe, steps: tuple[str, ...], verbs: tuple[str, str, str, s
 
 
 def lines(report: DoctorReport, *, brief: bool = False) -> list[Line]:
-    """The screen, line by line. `brief`: only the verdict, errors and warnings."""
+    """The lines of the report. `brief`: only the verdict, errors and warnings."""
     good = "bold green" if report.healthy else "bold red" if report.errors else "bold yellow"
     out: list[Line] = _wrap([(good, "memguard doctor: ")], verdict(report), good, 2)
     for finding in report.findings:
@@ -197,12 +195,12 @@ def _finding(finding: Finding) -> list[Line]:
 
 
 def _info(finding: Finding) -> list[Line]:
-    """Without evidence and remedy, as there is nothing to do."""
+    """An info: no evidence and no remedy, as there is nothing to do."""
     return [_head(finding), *_wrap([("", "  ")], finding.cause, "", 2), _more(finding)]
 
 
 def _more(finding: Finding) -> Line:
-    """The command that prints its page: an installed package has no path into the documentation."""
+    """The command that prints the finding's page. A path would not exist in an installed package."""
     return [("", "  "), ("dim", f"more: memguard doctor --explain {finding.name}")]
 
 
@@ -212,7 +210,7 @@ def _head(finding: Finding) -> Line:
 
 
 def _frameworks(facts: Facts) -> list[Line]:
-    """A line for each framework, and one for each probe of several."""
+    """One line for each framework, and one for each process with several."""
     rows = []
     for name, framework in facts.frameworks.items():
         cuda = f"CUDA {framework.cuda}" if framework.cuda else ""
@@ -226,7 +224,7 @@ def _frameworks(facts: Facts) -> list[Line]:
         line: Line = [(shade, f"{cell:<{width}}  ") for cell, width, shade in shades]
         out.append(_stripped([*line, ("dim", f"{probe.seconds:5.1f} s")] if probe is not None else line))
     for together in facts.together:
-        how = _bad_end(together.probe, together.order, ("hang", "die of", "fail", "exit with")) or "work"
+        how = _failure(together.probe, together.order, ("hang", "die of", "fail", "exit with")) or "work"
         style = "green" if how == "work" else "red"
         row = f"{' then '.join(together.order)} in one process: {how}, {together.probe.seconds:.1f} s"
         out += _wrap([("", "")], row, style, 2)
@@ -263,7 +261,7 @@ def _machine(report: DoctorReport) -> list[Line]:
 
 
 def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
-    """The words after `start`, wrapped to the screen's width. A command in `backquotes` stays on one line."""
+    """`start` and the words, wrapped to `WIDTH`. A command in `backquotes` stays on one line."""
     used = sum(len(piece) for _, piece in start)
     quoted = _clean(words).split("`")
     glued = "`".join(part.replace(" ", _GLUE) if number % 2 else part for number, part in enumerate(quoted))
@@ -280,8 +278,9 @@ def _wrap(start: Line, words: str, style: str, indent: int) -> list[Line]:
 
 
 def _clean(words: str) -> str:
-    """One line without control characters, which a terminal would obey: much of the text is from other programs."""
-    return " ".join("".join(char if char.isprintable() else " " for char in words).split())
+    """The text on one line, without control characters: much of it comes from other programs."""
+    plain = words if words.isprintable() else "".join(char if char.isprintable() else " " for char in words)
+    return " ".join(plain.split())
 
 
 def _count(number: int, what: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from memguard._base.types import DevicePlan, DeviceSample, Event, FrameworkSample, Sample
-from memguard._runtime.beside import WORKLOAD
+from memguard._runtime.timeline_extras import WORKLOAD
 from memguard._timeline.format import PEAK
 from memguard._timeline.parse import Record
 from memguard._timeline.reader import Timeline

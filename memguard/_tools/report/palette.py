@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from memguard._base.specs import SPECS
+from memguard._frameworks.specs import SPECS
 
 # Of Okabe and Ito, and Tol's; yellow is left out, which nobody sees on white.
 _KNOWN: Mapping[str, str] = {

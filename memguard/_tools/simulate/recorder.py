@@ -1,4 +1,4 @@
-"""Record what the frameworks allocate, as a trace that `memguard simulate` replays on any machine.
+"""Record what the frameworks allocate, as a trace that `memguard replay` replays on any machine.
 
 PyTorch (native allocator) and PyCUDA report every allocation. Of the others a daemon thread samples the bytes in use
 until the block ends.

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from memguard._base.specs import SPECS
 from memguard._base.types import Device, DevicePlan, Enforcement, TraceEvent
+from memguard._base.undo import Undo
 from memguard._base.units import GRANULE, format_size
 from memguard._devices.catalog import Model
 from memguard._devices.simulated import CONTEXT, SimulatedHost
 from memguard._frameworks.simulated.adapter import FrameworkOutOfMemory, SimulatedFramework
+from memguard._frameworks.specs import SPECS
 from memguard._ledger.overhead import Overhead
 from memguard._ledger.rows import Reading, device_ledger
 from memguard._ledger.types import Ledger
@@ -262,11 +263,12 @@ class _Run:
         about = self.trace.header.frameworks[name]
         chosen = dict(options.get(name, {}))
         if self.caps is not None and name in self.caps:
-            framework.apply(self.caps[name], chosen)
+            caps, given = self.caps[name], chosen
         else:
             # If the trace was recorded under a budget, the budget chose `growth`: without one use TensorFlow's default.
             recorded_growth = False if "caps" in self.trace.header.extra else about.get("growth", False)
-            framework.apply({}, {"growth": chosen.get("growth", recorded_growth)})
+            caps, given = {}, {"growth": chosen.get("growth", recorded_growth)}
+        framework.apply(caps, given, Undo())  # its GPUs end with the replay
         recorded, simulated = about.get("allocator"), SPECS[name].simulates
         if simulated and recorded is not None and recorded not in simulated:
             self.notes.append(

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from memguard._base.specs import SPECS
 from memguard._base.types import Device
 from memguard._base.units import format_size, round_up
 from memguard._budget import policy
+from memguard._frameworks.specs import SPECS
 from memguard._timeline.replay import with_headroom
 from memguard._tools.suggest.evidence import Need, Run
 
@@ -166,7 +166,7 @@ def _reserve(runs: Sequence[Run], devices: Sequence[Device], names: Sequence[str
 
 
 def _size_of_context(device: Device) -> Fraction:
-    return policy.SMALLER.get(device.architecture, Fraction(1))
+    return policy.RESERVE_BY_ARCHITECTURE.get(device.architecture, Fraction(1))
 
 
 def _misfit(
@@ -195,7 +195,7 @@ def _misfit(
         fixes.append(
             "the frameworks peaked on different GPUs, and a budget has one figure for all: use several processes"
         )
-    fixes.append("choose a larger GPU with --for, or run the frameworks' peaks one after the other")
+    fixes.append("choose a larger GPU with --device, or run the frameworks' peaks one after the other")
     return problem, "; or ".join(fixes)
 
 

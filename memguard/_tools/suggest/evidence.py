@@ -15,10 +15,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from memguard._base.specs import SPECS
 from memguard._base.types import Device, Event, Plan, Sample
 from memguard._base.units import GRANULE, is_whole
 from memguard._budget import FRAMEWORKS
+from memguard._frameworks.specs import SPECS
 from memguard._timeline.format import PEAK
 from memguard._timeline.refusals import MOST, REGIONS, Refusal, pooled
 from memguard._timeline.replay import TimelineOutcome, replay_timeline, unmet_under

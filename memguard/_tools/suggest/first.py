@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from memguard import _budget
-from memguard._base.specs import SPECS
 from memguard._base.types import Device, DevicePlan, Plan
 from memguard._base.units import format_size
 from memguard._budget import policy
+from memguard._frameworks.specs import SPECS
 from memguard._tools.suggest.text import comment, cut
 from memguard.errors import MemguardError, PlanError
 
@@ -89,6 +89,6 @@ def _plan(parts: Mapping[str, int], devices: Sequence[Device], named: bool) -> P
     try:
         return policy.plan(budget, devices)
     except PlanError as error:  # its fix is for a file, and there is none yet
-        larger = "name a larger GPU with --for"
+        larger = "name a larger GPU with --device"
         fix = larger if named else f"leave this GPU out with CUDA_VISIBLE_DEVICES, or {larger}"
         raise MemguardError(f"no first budget fits: {error.problems[0].message}", fix=fix) from None

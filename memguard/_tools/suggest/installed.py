@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 
-from memguard._base.specs import SPECS
+from memguard._frameworks.specs import SPECS
 
 
 def frameworks() -> dict[str, str | None]:

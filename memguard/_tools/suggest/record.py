@@ -71,7 +71,7 @@ class _Beginning:
         except RuntimeError as error:  # no more threads, or the interpreter ends
             _say(f"nothing is recorded: {error}")
         else:
-            life.at_exit(life.Rank.RECORDER, self.end)
+            life.at_exit(life.HookOrder.RECORDER, self.end)
 
     def begin(self) -> None:
         """Begin once a framework is there: this thread must not import beside its import."""
@@ -111,13 +111,13 @@ class Recorder:
     """One process's recording. `stop` may be called twice."""
 
     def __init__(self, path: str, host: Host, interval: float = INTERVAL) -> None:
-        from memguard._base.specs import SPECS
         from memguard._base.types import DevicePlan, Plan
         from memguard._budget.ranks import rank_of
+        from memguard._frameworks.specs import SPECS
         from memguard._ledger.reader import LedgerReader
-        from memguard._runtime.beside import Peaks
         from memguard._runtime.pressure import Settings
         from memguard._runtime.sampler import Monitor
+        from memguard._runtime.timeline_extras import Peaks
         from memguard._timeline import Writer
 
         # All of it is reserve: there are no caps, and overhead of any size is no matter for a warning.
@@ -136,12 +136,12 @@ class Recorder:
 
     def start(self) -> None:
         self._writer.begin()
-        life.at_fork(life.Rank.RECORDER, child=self._forked)
+        life.at_fork(life.HookOrder.RECORDER, child=self._forked)
         with contextlib.suppress(Exception):  # the first sample imports much; the monitor would wait long after it
             self.record(self.take(), [])
         self._monitor.start()
         life.at_main_thread_end(self._last)
-        life.at_exit(life.Rank.RECORDER, self.stop)
+        life.at_exit(life.HookOrder.RECORDER, self.stop)
 
     def stop(self) -> None:
         """Ends the thread first: it must not look at frameworks that are being torn down."""
@@ -156,7 +156,7 @@ class Recorder:
 
         if self._pid != os.getpid() or suspension.now is not None or sys.is_finalizing():
             return
-        if self._monitor.quiet(_HANGS):
+        if self._monitor.wait_for_sample(_HANGS):
             with contextlib.suppress(Exception):
                 self.record(self.take(relaxed=True), [], last=True)
                 self._taken = True

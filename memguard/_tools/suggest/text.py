@@ -12,10 +12,10 @@ from datetime import UTC, datetime
 from fractions import Fraction
 from typing import Any
 
-from memguard._base.specs import NEVER_GIVE_BACK
 from memguard._base.text import visible
 from memguard._base.units import GRANULE, MIB, format_duration, format_size, parse_percent
 from memguard._budget.values import CRITICAL, WARN, percent_text
+from memguard._frameworks.specs import NEVER_GIVE_BACK
 from memguard._timeline.refusals import Refusal
 from memguard._timeline.replay import budget_entry, with_headroom
 from memguard._tools.suggest.decide import Figure, Reserve, Suggestion

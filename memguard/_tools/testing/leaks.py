@@ -19,11 +19,11 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from memguard._base import specs
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
-from memguard._base.specs import SPECS
 from memguard._base.units import MIB, format_size, parse_size, short
+from memguard._frameworks import specs
+from memguard._frameworks.specs import SPECS
 from memguard._tools.testing.budgets import active, meant
 from memguard.errors import MemguardError
 
@@ -181,9 +181,9 @@ class Watcher:
                 for part in self._parts:
                     with contextlib.suppress(Exception):  # it looks only whether something is left
                         adapter.trim(part.device)
-        for _, let_go in _asks("let_go"):
+        for _, free_caches in _asks("free_caches"):
             with contextlib.suppress(Exception):
-                let_go(sys.modules)
+                free_caches(sys.modules)
 
 
 def _asks(question: str) -> Iterator[tuple[str, Callable[[Mapping[str, Any]], Any]]]:

@@ -16,8 +16,8 @@ from memguard._base.logs import text_of
 from memguard._base.units import MAX_SIZE, is_whole
 from memguard._node.identity import Process
 from memguard._node.suspend import sockets
+from memguard._node.suspend.requests import SilentError
 from memguard._node.suspend.store import records
-from memguard._node.suspend.triggers.listener import SilentError
 from memguard._node.top.server import KIND, VERSION
 from memguard._node.top.snapshot import EVENTS, Forecast, Gpu, Part, Request, Said, Share, State, Target
 from memguard.errors import MemguardError

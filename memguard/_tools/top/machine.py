@@ -15,7 +15,7 @@ from memguard._node import identity
 from memguard._node.identity import Process
 from memguard._node.suspend import processes, sockets
 from memguard._node.suspend.driver.client import Client
-from memguard._node.suspend.triggers.listener import SilentError
+from memguard._node.suspend.requests import SilentError
 from memguard._node.top.server import KIND
 from memguard._node.top.snapshot import Gpu, Listed, Snapshot, Target, off
 from memguard._tools.top import client

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from memguard._base.specs import SPECS
+from memguard._frameworks.specs import SPECS
 
 _FRAMEWORKS = {name: row.terminal_colour for name, row in SPECS.items()}
 _OTHERS = ("red", "yellow", "magenta", "green", "blue", "cyan")

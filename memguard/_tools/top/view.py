@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from memguard._node.top.snapshot import Gpu, Listed, Share, Snapshot, Target, off, present
+from memguard._frameworks.specs import NEVER_GIVE_BACK
+from memguard._node.top.snapshot import Gpu, Listed, Part, Share, Snapshot, Target, off, present
 from memguard._tools.top.bars import ASCII, BLOCKS, Signs, card_bar, framework_bar
 from memguard._tools.top.texts import UNKNOWN, ago, clean, clock, cut, gib, in_ascii, left, right, wrapped
 
@@ -69,14 +70,21 @@ class View(NamedTuple):
         return tuple(line.key for line in self.body if line.key is not None)
 
 
-def view(snapshot: Snapshot, width: int, *, ascii_only: bool = False, selected: Key | None = None) -> View:
-    """Everything, for a screen of `width` columns."""
+def view(
+    snapshot: Snapshot,
+    width: int,
+    *,
+    ascii_only: bool = False,
+    selected: Key | None = None,
+    reclaimable: bool = False,
+) -> View:
+    """Everything, for a screen of `width` columns. `reclaimable`: with that column, as `--once` has it."""
     width = max(width, LEAST)
     signs = ASCII if ascii_only else BLOCKS
     body: list[Line] = []
     for number, gpu in enumerate(snapshot.gpus):
         body += [Line(())] if number else []
-        body += _gpu(snapshot, gpu, width, signs, selected)
+        body += _gpu(snapshot, gpu, width, signs, selected, reclaimable)
     body += _elsewhere(snapshot, width)
     for note in _notes(snapshot):
         body += [Line((Span(line, "note"),)) for line in wrapped(f"note: {clean(note)}", width, 3)]
@@ -108,7 +116,9 @@ def _head(snapshot: Snapshot, width: int) -> Line:
 # one GPU
 
 
-def _gpu(snapshot: Snapshot, gpu: Gpu, width: int, signs: Signs, selected: Key | None) -> Iterator[Line]:
+def _gpu(
+    snapshot: Snapshot, gpu: Gpu, width: int, signs: Signs, selected: Key | None, reclaimable: bool
+) -> Iterator[Line]:
     number = "GPU ?" if gpu.index is None else f"GPU {gpu.index}"
     name = left(f"{number} {clean(gpu.name)}", width - 44)
     used = f"{gib(gpu.used)} used, {gib(gpu.free)} free of {gib(gpu.total)} GiB"
@@ -117,7 +127,7 @@ def _gpu(snapshot: Snapshot, gpu: Gpu, width: int, signs: Signs, selected: Key |
     bar = _card(gpu, _present(snapshot, gpu), width - 3, signs)
     yield Line((Span(" "), *bar))
     for target, share in here:
-        yield from _share(target, share, gpu, width, signs, selected, snapshot.time)
+        yield from _share(target, share, gpu, width, signs, selected, reclaimable, snapshot.time)
     others = UNKNOWN if gpu.others is None else f"{gib(gpu.others)} GiB"
     listed = _listed(snapshot, gpu)
     unified = ": NVML has no figures of unified memory" if gpu.unified and gpu.others is None else ""
@@ -126,6 +136,11 @@ def _gpu(snapshot: Snapshot, gpu: Gpu, width: int, signs: Signs, selected: Key |
         yield Line((Span(cut(_process(one, gpu.uuid, snapshot.time), width), "others"),))
     if len(listed) > _LISTED:
         yield Line((Span(f"    and {len(listed) - _LISTED} more: memguard ps", "others"),))
+
+
+def _returnable(part: Part) -> int | None:
+    """What a trim would return."""
+    return 0 if part.name in NEVER_GIVE_BACK else part.reclaimable
 
 
 def _present(snapshot: Snapshot, gpu: Gpu) -> list[tuple[Target, Share]]:
@@ -151,7 +166,14 @@ def _card(gpu: Gpu, here: Sequence[tuple[Target, Share]], width: int, signs: Sig
 
 
 def _share(
-    target: Target, share: Share, gpu: Gpu, width: int, signs: Signs, selected: Key | None, now: float
+    target: Target,
+    share: Share,
+    gpu: Gpu,
+    width: int,
+    signs: Signs,
+    selected: Key | None,
+    reclaimable: bool,
+    now: float,
 ) -> Iterator[Line]:
     key = Key(target.key, share.uuid)
     who = clean(target.name) if target.pid is None else f"PID {target.pid} {clean(target.name)}"
@@ -168,8 +190,9 @@ def _share(
     yield Line(
         (Span(f"{mark}{left(who, room)} {tail}"[:width] if len(tail) < width else cut(tail, width), style),), key
     )
-    bar = width - 2 - _NAME - 4 * _NUMBER - _LEVEL - 3
-    heads = "".join(right(text, _NUMBER) for text in ("held", "cap", "in use", "cached"))
+    columns = ("held", "cap", "in use", "cached", *(("reclaim",) if reclaimable else ()))
+    bar = width - 2 - _NAME - len(columns) * _NUMBER - _LEVEL - 3
+    heads = "".join(right(text, _NUMBER) for text in columns)
     yield Line((Span(f"  {left('GiB', _NAME)} {' ' * bar} {heads} {right('pressure', _LEVEL)}", "head"),))
     scale = share.limit or gpu.total
     for part in share.frameworks:
@@ -180,7 +203,8 @@ def _share(
         held = gib(part.held)
         if part.held is None and part.at_least is not None:
             held = f"{'>=' if signs is ASCII else '≥'}{gib(part.at_least)}"
-        numbers = "".join(right(text, _NUMBER) for text in (held, _cap(part.cap), gib(part.in_use), gib(part.cached)))
+        cells = (held, _cap(part.cap), gib(part.in_use), gib(part.cached), gib(_returnable(part)))
+        numbers = "".join(right(text, _NUMBER) for text in cells[: len(columns)])
         yield Line(
             (
                 Span(f"{_cursor(key, selected)}{left(role, _NAME)} ", style or f"name:{role}"),

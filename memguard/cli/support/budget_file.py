@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from memguard.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -26,8 +28,15 @@ def load(path: str) -> Budget:
     return _budget.parse(_standard_input(), name(path)) if path == STDIN else _budget.load(path)
 
 
+def one(argument: str | None, option: str | None) -> str | None:
+    """The budget of a command that takes it as an argument and as `-c`. Raises UsageError if both name one."""
+    if argument is not None and option is not None:
+        raise click.UsageError("the budget is given twice: as BUDGET and with -c")
+    return option if argument is None else argument
+
+
 def _standard_input() -> bytes:
-    from memguard._budget.yaml import MAX_BYTES
+    from memguard._base.yaml import MAX_BYTES
 
     try:
         if sys.stdin is None:

@@ -34,14 +34,14 @@ def gpus(context: click.Context, parameter: click.Parameter, word: str) -> list[
 
 def findings(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
     """The names of the doctor's findings."""
-    from memguard._base.findings import NAMES
+    from memguard._base.findings import names
 
-    return _items(((name, None) for name in NAMES), word)
+    return _items(((name, None) for name in names()), word)
 
 
 def frameworks(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
     """The frameworks that a budget can name."""
-    from memguard._base.specs import SPECS
+    from memguard._frameworks.specs import SPECS
 
     return _items(((name, None) for name in SPECS), word)
 
@@ -52,13 +52,7 @@ def files(*suffixes: str) -> Complete:
 
 
 budgets = files(*_YAML)
-timelines = files(".jsonl")
-
-
-def recorded(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:
-    """Of `[BUDGET] RECORDING`: budgets and recordings, and after the first word only recordings."""
-    given = bool(parameter.name and context.params.get(parameter.name))
-    return _files(word, (".jsonl",) if given else (*_YAML, ".jsonl"))
+timelines = recordings = files(".jsonl")
 
 
 def any_file(context: click.Context, parameter: click.Parameter, word: str) -> list[CompletionItem]:

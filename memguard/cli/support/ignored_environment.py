@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 
-from memguard.errors import MemguardError
+from memguard.cli.support.exit_codes import InputError
 
 PYTHON = re.compile(r"(python|pypy)(\d+(\.\d+)*t?)?")
 _OURS = {"PYTHONPATH", "MEMGUARD_RUN", "MEMGUARD_SIMULATE"}
@@ -22,13 +22,13 @@ Refusal = tuple[str, str]  # why, and what to do
 
 
 def check(command: Sequence[str], also: Collection[str] = ()) -> None:
-    """Raise MemguardError if the command would start a Python that cannot activate the budget.
+    """Raise InputError if the command would start a Python that cannot activate the budget.
 
     `also` names variables that a command may not replace with `env` either.
     """
     if (found := refusal(command, also)) is not None:
         why, fix = found
-        raise MemguardError(f"the budget would not be applied: {why}", fix=fix)
+        raise InputError(f"the budget would not be applied: {why}", fix=fix)
 
 
 def refusal(command: Sequence[str], also: Collection[str] = ()) -> Refusal | None:

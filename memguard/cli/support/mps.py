@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from memguard._base.units import format_size
 from memguard._budget import mps
 from memguard._budget import ranks as _ranks
-from memguard.errors import DeviceError, MemguardError
+from memguard.cli.support.exit_codes import InputError
+from memguard.errors import DeviceError
 
 if TYPE_CHECKING:
     from memguard._base.types import Plan
@@ -38,7 +39,7 @@ class _Silence(NamedTuple):
 def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> tuple[dict[str, str], str]:
     """`environ` with the limit in it, and a line that says so. Of simulated GPUs only the line.
 
-    Raises MemguardError, with a fix, if MPS would not hold the limit here.
+    Raises InputError, with a fix, if MPS would not hold the limit here.
     """
     plan = _plan(environ, budget, gpus)
     old = mps.too_old(plan)
@@ -51,7 +52,7 @@ def environment(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str])
     if gpus:
         text = mps.value(mps.limits(plan))
         return dict(environ), f"--mps would set {mps.LIMIT}={text}; these GPUs are simulated, so it is not set{ranks}"
-    sizes = mps.met(plan, environ.get(mps.LIMIT))
+    sizes = mps.strictest(plan, environ.get(mps.LIMIT))
     text = mps.value(sizes)
     each = ", ".join(f"{format_size(sizes[part.device.uuid])} of {part.device.name}" for part in plan.devices)
     said = f"MPS lets each process have {each}, its CUDA context included: {mps.LIMIT}={text}{ranks}"
@@ -94,7 +95,7 @@ def _plan(environ: Mapping[str, str], budget: Budget, gpus: Sequence[str]) -> Pl
 
 
 def require_daemon(environ: Mapping[str, str]) -> None:
-    """Raise MemguardError if no control daemon listens where CUDA will look for it.
+    """Raise InputError if no control daemon listens where CUDA will look for it.
 
     CUDA itself says nothing then: the program runs without MPS, and nothing limits it.
     """
@@ -109,7 +110,7 @@ def require_daemon(environ: Mapping[str, str]) -> None:
         fix = f"export {PIPES}={_ROOTS}: a daemon listens there"
     elif environ.get(PIPES):
         fix += f", or set {PIPES} to the folder of one that runs"
-    raise MemguardError(f"no MPS control daemon: {found.why}", fix=f"{fix}; or leave --mps out")
+    raise InputError(f"no MPS control daemon: {found.why}", fix=f"{fix}; or leave --mps out")
 
 
 def _started(folder: str, environ: Mapping[str, str]) -> str:

@@ -33,7 +33,7 @@ def of(budget: Budget, devices: Sequence[Device], count: int) -> Node:
     from memguard._budget import ranks as _ranks
     from memguard._budget.parts import without_nccl
 
-    rank = _ranks.Rank("a launcher", 0, count, 0, count)
+    rank = _ranks.ProcessRank("a launcher", 0, count, 0, count)
     found = None
     if budget.ranks is not None:
         auto = budget.ranks == "auto"

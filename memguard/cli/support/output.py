@@ -13,14 +13,14 @@ from collections.abc import Iterable
 import click
 
 from memguard.cli.support import printing
-from memguard.errors import MemguardError
+from memguard.cli.support.exit_codes import InputError
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
 """What a file system says that has no hard links."""
 
 
 def check(paths: Iterable[str], inputs: Iterable[str], force: bool) -> None:
-    """Raise MemguardError or UsageError, before any work, if these files cannot be written as they are asked for."""
+    """Raise InputError or UsageError, before any work, if these files cannot be written as they are asked for."""
     sources = {os.path.realpath(path) for path in inputs}
     seen: set[str] = set()
     for path in paths:
@@ -33,17 +33,17 @@ def check(paths: Iterable[str], inputs: Iterable[str], force: bool) -> None:
         if path == "-":
             continue
         if real in sources:
-            raise MemguardError(f"{path}: it is the timeline that is read", fix="give another name for the output")
+            raise InputError(f"{path}: it is the timeline that is read", fix="give another name for the output")
         if os.path.isdir(real):
-            raise MemguardError(f"{path}: it is a folder", fix="give a file in it")
+            raise InputError(f"{path}: it is a folder", fix="give a file in it")
         if os.path.lexists(real) and not _special(real) and not force:
-            raise MemguardError(f"{path}: it exists already", fix="give another name, or --force to replace it")
+            raise InputError(f"{path}: it exists already", fix="give another name, or --force to replace it")
 
 
 def write(path: str, parts: Iterable[str], force: bool) -> None:
     """Write the parts as UTF-8. A file appears whole or not at all, with the mode of any new file.
 
-    Raises MemguardError if it cannot be written. A device or a FIFO is written to, and never replaced.
+    Raises InputError if it cannot be written. A device or a FIFO is written to, and never replaced.
     """
     if path == "-":
         _to_stdout(parts)
@@ -56,10 +56,10 @@ def write(path: str, parts: Iterable[str], force: bool) -> None:
             return
         _whole(real, parts, force)
     except FileExistsError:
-        raise MemguardError(f"{path}: it exists already", fix="give another name, or --force to replace it") from None
+        raise InputError(f"{path}: it exists already", fix="give another name, or --force to replace it") from None
     except OSError as error:
         why = error.strerror or str(error)
-        raise MemguardError(
+        raise InputError(
             f"{path}: cannot be written: {why}", fix="give a file in a folder that exists and that you may write to"
         ) from None
 

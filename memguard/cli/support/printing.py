@@ -5,7 +5,7 @@ write the characters that the encoding lacks in others, and report a failed writ
 `click.echo` and `print` are safe. Colours go through `console`.
 
     a reader that leaves early (`| head -1`)  nothing is said; exit code 141, as shells give a command ended by SIGPIPE
-    a full disk, a closed stdout              one line on stderr; exit code 1, or 2 where 1 is an answer, as of grep
+    a full disk, a closed stdout              one line on stderr; exit code 2, as of grep
     a stderr that takes nothing               the message is lost, and the exit code stays
 """
 
@@ -19,19 +19,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from memguard._base.text import fitting, visible
+from memguard.cli.support import exit_codes
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_LEFT = 141
-"""128 + SIGPIPE."""
-
 
 class Unwritable(Exception):
     """Standard output takes no more."""
-
-    code = 1
-    """The exit code, unless the reader left."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(error.strerror or str(error))
@@ -123,7 +118,7 @@ def safely(call: Callable[[], object]) -> int:
         out.flush()
     except Unwritable as wrong:
         out.silence()
-        code = _LEFT if wrong.left else wrong.code
+        code = exit_codes.READER_LEFT if wrong.left else exit_codes.INPUT
         if not wrong.left:
             err.write(f"memguard: stdout cannot be written: {wrong}\n")
     finally:

@@ -12,18 +12,19 @@ from pathlib import Path
 import click
 
 from memguard._base.text import visible
-from memguard.errors import MemguardError, TimelineError
+from memguard.cli.support.exit_codes import InputError
+from memguard.errors import TimelineError
 
 _STARTUP = Path(__file__).resolve().parents[2] / "_tools" / "suggest" / "startup"
 
 
 def check(command: Sequence[str]) -> None:
-    """Raise MemguardError if the command would start a Python that does not record itself."""
+    """Raise InputError if the command would start a Python that does not record itself."""
     from memguard.cli.support import ignored_environment
 
     if (found := ignored_environment.refusal(command)) is not None:
         fix = "start it without that, or record it under a budget: monitor: {timeline: run.jsonl}, and memguard.init"
-        raise MemguardError(f"nothing would be recorded: {found[0]}", fix=fix)
+        raise InputError(f"nothing would be recorded: {found[0]}", fix=fix)
 
 
 def environment(environ: Mapping[str, str], record: str) -> dict[str, str]:
@@ -37,7 +38,7 @@ def environment(environ: Mapping[str, str], record: str) -> dict[str, str]:
         if environ.get(name):
             raise click.UsageError(f"--record is without a budget, and {name} is set: unset it")
     if os.pathsep in str(_STARTUP):
-        raise MemguardError(
+        raise InputError(
             f"memguard is installed in {_STARTUP}, and PYTHONPATH cannot hold a folder with {os.pathsep!r} in it",
             fix="install it elsewhere",
         )

@@ -1,1 +1,1 @@
-"""The registry of every array, and those of no framework of the budget: NumPy, other libraries, mapped memory."""
+"""The registry of array adapters, and the adapters of NumPy, other libraries and mapped memory."""

@@ -1,4 +1,4 @@
-"""Memory of another process that is mapped in this one, as a producer. `memguard.exchange.attach` makes it."""
+"""Another process's memory, mapped in this process, as a producer. `memguard.exchange.attach` creates it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAME = "another process"
 
 
 class Attached:
-    """An array in mapped memory. `release` is called once, when the last view of it is gone; it may not wait."""
+    """An array in mapped memory. The destructor of its last view calls `release` once, which must not block."""
 
     __slots__ = ("_release", "view")
 
@@ -23,12 +23,13 @@ class Attached:
         self.view, self._release = view, release
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # the end of the process unmaps it anyway
+        if not ending():  # the process's end unmaps it anyway
             self._release()
 
 
 class OtherProcess(ProducerOnly):
-    """The exporter has waited for its work. It names no stream, so memory is unmapped only when no kernel uses it."""
+    """Mapped memory, whose exporter has waited for its work. It names no stream, so it is unmapped only once no kernel
+    uses it."""
 
     traits: ClassVar[Traits] = Traits(NAME, frozenset(), title="memory of another process")
 

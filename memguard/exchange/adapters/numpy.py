@@ -1,4 +1,4 @@
-"""NumPy's arrays: host memory, never a GPU's. An array of read-only memory is read-only."""
+"""NumPy's arrays, which lie in host memory. An array over read-only memory is read-only."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from typing import Any, ClassVar
 
 from memguard._frameworks.arrays import array_interface
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
 from memguard._frameworks.arrays.view import NUMPY_DTYPES, View
@@ -39,17 +39,18 @@ class NumPyArrays(Arrays):
     def place(self, view: View, device: int | None) -> int | None:
         return None
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
         import numpy
 
-        before(None)
+        make_wait(None)
         return numpy.asarray(array_interface.WithInterface(view, lifetime))
 
     def copy(self, array: Any, device: int | None) -> Any:
         return array.copy(order="C")
 
     def compact(self, x: Any) -> Any:
-        """Aligned to 64 bytes, as NumPy's own memory mostly is not: TensorFlow aborts the process over less."""
+        """A copy aligned to 64 bytes, since NumPy aligns less, and TensorFlow aborts the process on a less aligned
+        address."""
         import numpy
 
         room: Any = numpy.empty(x.nbytes + _ALIGNED, numpy.uint8)

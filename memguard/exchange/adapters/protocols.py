@@ -1,4 +1,4 @@
-"""Arrays of any other library that have a protocol, as RMM's and cuda.core's buffers. As producers only."""
+"""Arrays of other libraries with a protocol, such as the buffers of RMM and cuda.core. Only as producers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from typing import Any, ClassVar
 
 from memguard._devices import streams
 from memguard._frameworks.arrays import dlpack
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
 from memguard._frameworks.arrays.view import View
 
 
 class ProducerOnly(Arrays):
-    """Nobody asks for an array of these."""
+    """Base of adapters that are never the consumer."""
 
     module: ClassVar[str] = ""
     call: ClassVar[str] = ""
     waits: ClassVar[str] = ""
     compacts: ClassVar[Layout | None] = None
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
         raise NotImplementedError(self.name)
 
     def copy(self, array: Any, device: int | None) -> Any:
@@ -31,7 +31,8 @@ class ProducerOnly(Arrays):
 
 
 class ArrayInterface(ProducerOnly):
-    """Anything with `__cuda_array_interface__`. If it names no stream, all work of the context is waited for."""
+    """Any object with `__cuda_array_interface__`. If it names no stream, the consumer waits for all work of the
+    context."""
 
     traits: ClassVar[Traits] = Traits("__cuda_array_interface__", frozenset(), title="the CUDA array interface")
 
@@ -44,7 +45,8 @@ class ArrayInterface(ProducerOnly):
 
 
 class DLPack(ProducerOnly):
-    """Anything with `__dlpack__`. All work of the context is waited for: cuda.core's buffers name no stream."""
+    """Any object with `__dlpack__`. The consumer waits for all work of the context: cuda.core's buffers name no
+    stream."""
 
     traits: ClassVar[Traits] = Traits("__dlpack__", frozenset(), title="DLPack")
 

@@ -1,4 +1,4 @@
-"""The frameworks of the exchange, as their rows name them. A class is imported when the first array needs it."""
+"""The array adapters by framework, as the rows name them. An adapter is imported when the first array needs it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import importlib
 import sys
 from typing import Any
 
-from memguard._base import specs
 from memguard._base.framework_spec import Exchanged
-from memguard._base.specs import SPECS
+from memguard._frameworks import specs
 from memguard._frameworks.arrays.base import Arrays
+from memguard._frameworks.specs import SPECS
 from memguard.errors import CannotShare
 
 _KNOWN = {row.name: row.exchanged for row in SPECS.values() if row.exchanged is not None}
@@ -24,18 +24,18 @@ _PROTOCOLS = (
 NAMES = tuple(_KNOWN)
 _SHORT = {alias: row.name for row in SPECS.values() for alias in row.aliases}
 _SHORT |= {short: name for name, known in _KNOWN.items() for short in known.short}
-"""Other names that people write for them."""
+"""Common other names of the frameworks."""
 COMPACTORS = tuple(name for name, known in _KNOWN.items() if known.compacts)
-"""Frameworks that take any strides, so they can make a compact copy for one that cannot."""
+"""Frameworks that accept any strides, and so can make compact copies for the others."""
 _ROOTS = {package: name for name, known in _KNOWN.items() for package in known.packages}
-"""Packages whose classes are arrays of a framework of another name."""
+"""The framework by package, for packages with another name than their framework."""
 
 
 def by_name(name: str) -> Arrays:
-    """The framework of this name. Raises ValueError if there is none."""
+    """The framework with this name. Raises ValueError if there is none."""
     if type(name) is str and name in _KNOWN:
         return _arrays(name)
-    if not isinstance(name, str):  # an array is not printed, which would wait for the GPU
+    if not isinstance(name, str):  # does not print an array, which would wait for the GPU
         raise ValueError(
             f"the framework is given by its name, not as {type(name).__qualname__}\n"
             "    fix: memguard.exchange.to(x, 'torch')"
@@ -87,9 +87,9 @@ def of(x: Any) -> Arrays:
 
 
 _owners: dict[Any, Arrays] = {}
-"""The framework of each class of arrays that was handed over."""
+"""The framework by class of array, for classes seen before."""
 _MOST = 1024
-"""Classes that are kept: a program may make new ones all the time."""
+"""The most cached classes: a program may create new ones without end."""
 
 
 def _remember(kind: Any, owner: Arrays) -> None:
@@ -103,7 +103,7 @@ def _remember(kind: Any, owner: Arrays) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _frameworks_of(cls: Any) -> tuple[str, ...]:
-    """The frameworks that define the class or one of its bases. No other framework is asked, or imported."""
+    """The frameworks that define the class or one of its bases. Only these are imported or called."""
     roots = (str(base.__module__).partition(".")[0] for base in cls.__mro__)
     return tuple(name for name in dict.fromkeys(_ROOTS.get(root, root) for root in roots) if name in _KNOWN)
 

@@ -1,1 +1,1 @@
-"""Arrays between processes: one exports them by a socket, another attaches them."""
+"""Arrays between processes: one process exports them through a socket, others attach them."""

@@ -1,13 +1,14 @@
-"""A daemon thread that serves sockets while there are any.
+"""A daemon thread that serves sockets, and ends when there are none.
 
-Why it is not asyncio's event loop:
+It replaces asyncio's event loop for these reasons:
 
-- A destructor may call it, on any thread and in the middle of anything. `call_soon` takes no lock for that.
-- A forked child must not disturb its parent. asyncio uses epoll, whose set of sockets a child shares with its parent:
-  what one registers or removes, the other does too. poll keeps that set in the process.
-- It starts with the first socket and ends soon after the last, both under the owner's lock. A program that exports
-  nothing has no thread, no socket and no import of asyncio.
-- Between two rounds no frame of the thread refers to the last callback, so it keeps no array alive.
+- A destructor may call it, on any thread and inside any code. So `call_soon` takes no lock.
+- A forked child must not change its parent's sockets. asyncio uses epoll, whose set of sockets a child shares with its
+  parent: a socket that one registers or removes is registered or removed for both. With poll each process has its own
+  set.
+- It starts with the first socket and ends soon after the last, both under the owner's lock. A program without exports
+  has no thread, no socket and no import of asyncio.
+- Between two rounds no frame of the thread references the last callback, so the thread keeps no array alive.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from collections.abc import Callable
 from memguard._base.logs import log as _log
 
 LINGER = 0.2
-"""Seconds that the thread stays when it has nothing left to do: exports often follow each other."""
+"""Seconds that an idle thread waits before it ends: exports often follow each other."""
 
 
 class EventLoop:
-    """`lock` belongs to the owner and is reentrant. `busy` says whether the thread must stay.
+    """`lock` is the owner's re-entrant lock. `busy` returns whether the thread must stay.
 
-    `check_deadlines` is called in each round. It returns the seconds until the next call is due; None if none is.
+    The thread calls `check_deadlines` in each round. It returns the seconds until the next call is due, or None.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class EventLoop:
         return self._thread is not None
 
     def start(self) -> None:
-        """Start the thread if it is not running. The caller holds the lock."""
+        """Start the thread if it is not running. Callers hold the lock."""
         if self._thread is not None:
             return
         pair = socket.socketpair()
@@ -67,11 +68,11 @@ class EventLoop:
             raise
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Run `call` on the thread, as soon as that is running. From any thread, and from a destructor: no lock."""
+        """Queue `call` for the thread. Takes no lock: any thread and any destructor may use it."""
         self._calls.append(call)
         pair = self._wakeup
         if pair is not None:
-            with contextlib.suppress(OSError):  # its buffer is full: the thread is awake already
+            with contextlib.suppress(OSError):  # a full buffer means that the thread is awake already
                 pair[1].send(b"\0")
 
     def abandon(self) -> None:
@@ -79,7 +80,7 @@ class EventLoop:
         for end in self._wakeup or ():
             end.close()
 
-    # On the thread.
+    # The thread itself calls the methods below.
 
     def register(self, connection: socket.socket, call: Callable[[], None]) -> None:
         """Run `call` whenever the connection can be read."""
@@ -104,14 +105,14 @@ class EventLoop:
                         return
 
     def _run_once(self) -> None:
-        """A frame of its own: when it returns, nothing on the thread refers to the callbacks any more."""
+        """Run one round, in its own frame: after its return the thread references no callback."""
         for key, _ in self._selector.select(self._timeout()):
             _call(key.data)
         while self._calls:
             _call(self._calls.popleft())
 
     def _timeout(self) -> float | None:
-        """Seconds until something is due without a wakeup; None if nothing is."""
+        """Seconds until the next deadline; None if there is none."""
         if self._calls:
             return 0
         times = [self._check_deadlines()]
@@ -120,7 +121,7 @@ class EventLoop:
         return max(min(known), 0.001) if known else None
 
     def _finished(self) -> bool:
-        """Whether there has been nothing to do for `LINGER` seconds, so that no caller still uses the wakeup socket."""
+        """Whether the thread was idle for `LINGER` seconds, so that no caller still uses the wakeup socket."""
         if self._calls or self._busy():
             self._idle_since = None
             return False

@@ -1,10 +1,10 @@
-"""The exports of this process and the arrays that it has attached: one thread while there are any, and one socket.
+"""Serves this process's exports and watches its attached arrays, with one thread and one socket while there are any.
 
-An open connection is a reference. The kernel closes it with its process, however that ends, so no count outlives its
-process. The thread never waits for a peer: each peer has a few seconds to send its request, and gets one answer. The
-connections that hold an export, and all exports together, are limited: each takes a file descriptor of this process.
+An open connection is a reference. The kernel closes it when its process ends in any way, so no count outlives its
+process. The thread never blocks on a peer: each peer has a few seconds to send its request, and gets one answer. The
+connections to one export, and to all exports together, are limited: each takes a file descriptor of this process.
 
-A forked child has none of it: it closes its copies, serves nothing and releases nothing.
+A forked child inherits no export: it closes its copies of the sockets, serves nothing and releases nothing.
 """
 
 from __future__ import annotations
@@ -29,30 +29,32 @@ from memguard.exchange.ipc.event_loop import EventLoop
 from memguard.exchange.ipc.wire import Description
 
 REQUEST_TIMEOUT = 5.0
-"""Seconds in which a peer must send its request."""
+"""Seconds that a peer has to send its request."""
 MOST_WAITING = 32
-"""Peers that have not sent their request yet; more than that many are not kept."""
+"""The most peers without a request yet. One more drops the peer that has waited longest."""
 MOST_PEERS = 128
-"""Connections that may hold one export at once."""
+"""The most connections to one export at once."""
 _LONGEST = 107
-"""Bytes in the path of a Unix socket at most (`sun_path`)."""
+"""The most bytes of a Unix socket's path (`sun_path`)."""
 
 
 class Export:
-    """One array that others may attach. `fd` is its memory's file descriptor, `release` frees it.
+    """One array that other processes may attach. `fd` is its memory's file descriptor; `release` frees the memory.
 
-    `outlasts`: whoever has attached it keeps the memory when this process releases it. Otherwise this process releases
-    it after the last of them is gone.
+    `kept_by_attachers`: processes that attached the array keep its memory after this process releases it. Otherwise
+    this process releases it after their last connection has closed.
     """
 
-    def __init__(self, description: Description, fd: int | None, outlasts: bool, release: Callable[[], None]) -> None:
-        self.description, self.fd, self.outlasts, self._release = description, fd, outlasts, release
+    def __init__(
+        self, description: Description, fd: int | None, kept_by_attachers: bool, release: Callable[[], None]
+    ) -> None:
+        self.description, self.fd, self.kept_by_attachers, self._release = description, fd, kept_by_attachers, release
         self.token = secrets.token_hex(16)
         self.closed = False
         self.peers: set[_Peer] = set()
 
     def release(self) -> None:
-        """Release the memory, once, and forget the function that did it: it keeps the array."""
+        """Release the memory, once, and drop the function that does it, as it references the array."""
         release, self._release = self._release, _nothing
         release()
 
@@ -61,9 +63,10 @@ def _nothing() -> None:
     return None
 
 
-def most_in_all() -> int:
-    """Connections that may hold exports of this process at once: the rest of its file descriptors is the program's."""
-    import resource  # not there on Windows, where nothing is exported
+def process_connection_limit() -> int:
+    """The most connections to all exports together: a quarter of the file descriptors, so that the program keeps the
+    rest."""
+    import resource  # absent on Windows, where exports are impossible
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return wire.MOST_HOLDERS if soft == resource.RLIM_INFINITY else max(soft // 4, 1)
@@ -80,9 +83,9 @@ class _Peer:
 
 
 class Server:
-    """`_lock` guards the exports and the thread's life; the thread alone uses the rest.
+    """`_lock` guards the exports and the thread's start and end; the thread alone uses the other attributes.
 
-    The lock is reentrant: a destructor of the user's may close a handle in the middle of any of this.
+    The lock is re-entrant: a destructor in the user's program may close a handle inside any of these methods.
     """
 
     def __init__(self) -> None:
@@ -90,14 +93,14 @@ class Server:
         self._exports: dict[str, Export] = {}
         self._listener: socket.socket | None = None
         self.path = ""
-        self._loop = EventLoop(self._lock, self._busy, self._drop_late)
+        self._loop = EventLoop(self._lock, self._busy, self._drop_expired)
         self._waiting: set[_Peer] = set()
         self._attached: set[socket.socket] = set()
 
-    # For any thread.
+    # Any thread may call the methods below.
 
     def add(self, export: Export) -> str:
-        """Serve it from now on. Returns the path of the socket. Raises OSError."""
+        """Start serving the export. Returns the path of the socket. Raises OSError."""
         with self._lock:
             if self._listener is None:
                 self._listen()
@@ -110,17 +113,17 @@ class Server:
             return self.path
 
     def find(self, token: str) -> Export | None:
-        """An export of this process that is open, or that others still hold."""
+        """An export of this process that is open, or has connections; else None."""
         with self._lock:
             return self._exports.get(token)
 
     def close(self, export: Export) -> None:
-        """From now on nobody can attach it. A second call does nothing."""
+        """Refuse new connections to the export. A second call does nothing."""
         with self._lock:
             if export.closed:
                 return
             export.closed = True
-            over = export.outlasts or not export.peers
+            over = export.kept_by_attachers or not export.peers
             if over:
                 del self._exports[export.token]
             self._stop_listening_unless_used()
@@ -129,18 +132,18 @@ class Server:
             export.release()
 
     def attached(self, export: Export) -> int:
-        """The number of processes that hold it now."""
+        """The number of processes attached to the export now."""
         with self._lock:
             return len({peer.pid or id(peer) for peer in list(export.peers)})
 
     def counts(self) -> tuple[int, int]:
-        """How many arrays of this process others can attach or hold, and how many of others' it has attached."""
+        """The number of this process's exports that are open or attached, and of arrays attached here."""
         with self._lock:
             offered = sum(export.description.kind != wire.NOTHING for export in list(self._exports.values()))
             return offered, len(self._attached)
 
     def watch(self, connection: socket.socket, ended: Callable[[], None]) -> None:
-        """Call `ended` on the thread when the other end has gone. Raises OSError."""
+        """Call `ended` on the thread when the other end closes the connection. Raises OSError."""
         with self._lock:
             self._attached.add(connection)
             try:
@@ -150,12 +153,13 @@ class Server:
                 raise
         self._loop.call_soon(functools.partial(self._watch, connection, ended))
 
-    def leave(self, connection: socket.socket, undo: Callable[[], None]) -> None:
-        """Run `undo` on the thread, then close a watched connection. From a destructor too: it takes no lock."""
-        self._loop.call_soon(functools.partial(self._leave, connection, undo))
+    def detach(self, connection: socket.socket, undo: Callable[[], None]) -> None:
+        """Run `undo` on the thread, then close a watched connection. Takes no lock, as destructors call it."""
+        self._loop.call_soon(functools.partial(self._detach, connection, undo))
 
     def abandon(self) -> None:
-        """In a forked child: close this process's copies of everything. The originals are the parent's."""
+        """In a forked child: close the child's copies of the sockets and file descriptors. The parent keeps the
+        originals."""
         found: list[Any] = [self._listener, *self._attached]
         found += [peer.connection for peer in self._waiting]
         for export in self._exports.values():
@@ -169,11 +173,11 @@ class Server:
         self._loop.abandon()
 
     def at_exit(self) -> None:
-        """The process ends: remove the socket from the disk."""
+        """At the process's exit: remove the socket's file."""
         with self._lock:
             self._stop_listening()
 
-    # The caller holds the lock.
+    # Callers of the methods below hold the lock.
 
     def _listen(self) -> None:
         folder, path = _folder()
@@ -212,13 +216,14 @@ class Server:
         _prepare()
         self._loop.start()
 
-    # On the thread.
+    # The thread alone calls the methods below.
 
     def _busy(self) -> bool:
         return bool(self._exports or self._attached or self._waiting or self._listener is not None)
 
-    def _drop_late(self) -> float | None:
-        """Drop each peer whose time is up. Returns the seconds until the next one's is; None if none waits."""
+    def _drop_expired(self) -> float | None:
+        """Drop each peer whose deadline has passed. Returns the seconds until the next deadline; None without a waiting
+        peer."""
         now = time.monotonic()
         for peer in [peer for peer in self._waiting if peer.deadline <= now]:
             self._drop(peer, "it sent no request in time")
@@ -235,16 +240,16 @@ class Server:
             return
         try:
             connection.setblocking(False)
-            who = wire.peer(connection)
-            if not wire.same_user(who):
-                raise OSError(f"process {who.pid} belongs to user {who.uid}")
-            if len(self._waiting) >= MOST_WAITING:  # the one that has waited longest makes room
+            process = wire.peer(connection)
+            if not wire.same_user(process):
+                raise OSError(f"process {process.pid} belongs to user {process.uid}")
+            if len(self._waiting) >= MOST_WAITING:  # drop the peer that has waited longest
                 self._drop(min(self._waiting, key=lambda peer: peer.deadline), "too many peers wait")
         except OSError as error:
             _log.debug("exchange: a peer was refused: %s", error)
             connection.close()
             return
-        peer = _Peer(connection, who.pid)
+        peer = _Peer(connection, process.pid)
         self._waiting.add(peer)
         self._loop.register(connection, functools.partial(self._read, peer))
 
@@ -254,7 +259,7 @@ class Server:
             if not part:
                 raise EOFError("it closed the connection")
             peer.data += part
-            message = wire.decode(peer.data)  # one message and no more
+            message = wire.decode(peer.data)  # raises BadMessage for more than one message
             if message is not None:
                 self._answer(peer, wire.requested_token(message))
         except BlockingIOError:
@@ -263,7 +268,7 @@ class Server:
             self._drop(peer, str(error))
 
     def _answer(self, peer: _Peer, token: str) -> None:
-        with self._lock:  # so that nobody closes the file descriptor while it is sent
+        with self._lock:  # no other thread closes the file descriptor while it is sent
             found = [export for export in list(self._exports.values()) if hmac.compare_digest(export.token, token)]
             if not found or found[0].closed:
                 raise wire.BadMessage("its token is unknown")
@@ -276,10 +281,11 @@ class Server:
             wire.send(peer.connection, found[0].description.message(), found[0].fd)
 
     def _refusal(self, export: Export) -> wire.Refusal | None:
-        """What a peer is told if too many hold the export, or all exports together. The caller holds the lock."""
+        """The refusal for a peer if the export, or all exports together, have too many connections. Callers hold the
+        lock."""
         if len(export.peers) >= MOST_PEERS:
             return wire.Refusal(wire.EXPORT, MOST_PEERS)
-        if sum(len(one.peers) for one in self._exports.values()) >= (most := most_in_all()):
+        if sum(len(one.peers) for one in self._exports.values()) >= (most := process_connection_limit()):
             return wire.Refusal(wire.PROCESS, most)
         return None
 
@@ -296,8 +302,8 @@ class Server:
             export.release()
 
     def _drop_peers(self, export: Export) -> None:
-        """The export is closed: from now on whoever has attached it holds the memory alone."""
-        if export.outlasts:
+        """Close the connections to a closed export, if the attached processes keep its memory without this process."""
+        if export.kept_by_attachers:
             for peer in list(export.peers):
                 self._drop(peer, "its export was closed")
 
@@ -311,14 +317,14 @@ class Server:
             except OSError as error:
                 _log.debug("exchange: an exporter: %s", error)
             if connection in self._attached:
-                self._loop.unregister(connection)  # it stays open until `leave`
+                self._loop.unregister(connection)  # the connection stays open until `detach`
                 ended()
 
         if connection in self._attached:
             connection.setblocking(False)
             self._loop.register(connection, read)
 
-    def _leave(self, connection: socket.socket, undo: Callable[[], None]) -> None:
+    def _detach(self, connection: socket.socket, undo: Callable[[], None]) -> None:
         try:
             undo()
         finally:
@@ -339,20 +345,21 @@ def _folder() -> tuple[str, str]:
     raise OSError("no directory for a socket: XDG_RUNTIME_DIR and the directory for temporary files are not writable")
 
 
-_kept_lock = threading.RLock()
+_charge_lock = threading.RLock()
 
 
 def charge(ordinal: int, nbytes: int) -> None:
-    """This process now holds `nbytes` more (or less) of a GPU, for other processes or left to it by one."""
-    with _kept_lock:
-        lifetimes.kept[ordinal] += nbytes
-        if not lifetimes.kept[ordinal]:
-            del lifetimes.kept[ordinal]
+    """Add `nbytes` (negative: subtract) to this process's share of a GPU held for, or inherited from, other
+    processes."""
+    with _charge_lock:
+        lifetimes.held_for_processes[ordinal] += nbytes
+        if not lifetimes.held_for_processes[ordinal]:
+            del lifetimes.held_for_processes[ordinal]
 
 
 _server = Server()
 _inherited: list[Server] = []
-"""The parent's, in a forked child: their objects must not be freed here."""
+"""In a forked child, the parent's servers: the child must not free their objects."""
 
 
 def current() -> Server:
@@ -362,8 +369,8 @@ def current() -> Server:
 
 @functools.cache
 def _prepare() -> None:
-    life.at_exit(life.Rank.EXPORTS, _at_exit)
-    life.at_fork(life.Rank.EXPORTS, child=_forked)
+    life.at_exit(life.HookOrder.EXPORTS, _at_exit)
+    life.at_fork(life.HookOrder.EXPORTS, child=_forked)
 
 
 def _at_exit() -> None:
@@ -371,8 +378,8 @@ def _at_exit() -> None:
 
 
 def _forked() -> None:
-    global _server, _kept_lock
+    global _server, _charge_lock
     _inherited.append(_server)
     _server.abandon()
-    _server, _kept_lock = Server(), threading.RLock()
-    lifetimes.kept.clear()
+    _server, _charge_lock = Server(), threading.RLock()
+    lifetimes.held_for_processes.clear()

@@ -1,9 +1,9 @@
-"""GPU arrays between processes of one user: `export` here, `attach` there, on the same GPU.
+"""Shares GPU arrays between processes of one user: one process exports, others attach on the same GPU.
 
     handle = memguard.exchange.export(x)              # in one process; str(handle) goes through a pipe
     y = memguard.exchange.attach(handle, "cupy")      # in another
 
-By default the array is copied into memory of its own, because a handle opens the whole allocation that it belongs to.
+By default `export` copies the array into its own allocation, because a driver handle opens a whole allocation. Guide:
 docs/exchange-processes.md.
 """
 
@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     from memguard._base.framework_spec import ArraysName
 
 ANSWER_TIMEOUT = 10.0
-"""Seconds in which an exporter must answer."""
+"""Seconds that an exporter has to answer."""
 _SPARE = 256
-"""A gap of fewer bytes after an array holds no other array: no allocator has smaller pieces than TensorFlow's."""
+"""Bytes. A smaller gap after an array contains no other array: TensorFlow's pieces, the smallest of all, have this
+size."""
 _TEXT = re.compile(
     rf"memguard-export:1:(?P<token>{wire.TOKEN}):(?P<uuid>{wire.UUID}):(?P<dtype>[a-z0-9_]{{1,30}}):"
     rf"(?P<shape>(\d{{1,19}}(x\d{{1,19}}){{0,{MOST_DIMENSIONS - 1}}})?):(?P<path>/[^\0\n]{{1,200}})",
@@ -53,10 +54,10 @@ _TEXT = re.compile(
 
 @dataclass(frozen=True)
 class Handle:
-    """How other processes of the same user find an export. Pass it on pickled, or as text: `Handle.parse(str(handle))`.
+    """Locates an export for other processes of the same user. Pass it pickled, or as text: `Handle.parse(str(handle))`.
 
-    `shape`, `dtype` and `uuid` (the GPU's) are for information. Any process of the user that has the text can attach.
-    `close` works only in the process that exported, for a pickled handle too; in others it does nothing.
+    `shape`, `dtype` and `uuid` (the GPU's) are for information. Any process of the user with this text can attach.
+    `close` works only in the exporting process, also for a pickled handle; elsewhere it does nothing.
     """
 
     path: str
@@ -71,7 +72,7 @@ class Handle:
 
     @classmethod
     def parse(cls, text: str) -> Handle:
-        """The handle of the text `str(handle)`, with or without a newline. Raises ValueError."""
+        """Parse the text `str(handle)`, with or without a newline. Raises ValueError."""
         found = _TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
         if found is None or found["dtype"] not in DTYPES:
             raise ValueError(
@@ -90,14 +91,16 @@ class Handle:
 
     @property
     def attached(self) -> int | None:
-        """How many processes hold it now. None if this process did not export it, or if nobody holds it any more."""
+        """The number of processes attached now. None in other processes than the exporter, and after the export has
+        ended."""
         export = server.current().find(self.token)
         return None if export is None else server.current().attached(export)
 
     def close(self) -> None:
-        """From now on nobody can attach it, and this process releases it. Whoever has attached a copy keeps it.
+        """End the export: no process can attach any more, and this process releases the memory. With `copy=True`,
+        attached processes keep the memory.
 
-        Without a copy (`copy=False`) the array lives until the last of them is gone. A second call does nothing.
+        With `copy=False`, the array lives until the last attached process has released it. A second call does nothing.
         """
         export = server.current().find(self.token)
         if export is not None:
@@ -113,10 +116,10 @@ class Handle:
 
 
 def export(x: Any, *, copy: bool = True) -> Handle:
-    """Let other processes of this user attach the GPU array `x`, of any framework, until the handle is closed.
+    """Offer the GPU array `x`, of any framework, to other processes of this user until the handle is closed.
 
-    `copy=True` copies it on the GPU into memory of its own (whole pieces of 2 MiB), which all who attach it share.
-    `copy=False` shares its own memory, which is possible only if nothing else lies in the driver's block. The host
+    `copy=True` copies it on the GPU into a new allocation (whole pieces of 2 MiB), which all attached processes share.
+    `copy=False` shares the array's own memory, which requires that the driver's block contains nothing else. The host
     waits for work on the array. Raises CannotShare; ValueError and DeviceError as `to` does.
     """
     suspension.check("memguard.exchange.export")
@@ -150,12 +153,12 @@ def export(x: Any, *, copy: bool = True) -> Handle:
 
 
 def attach(handle: Handle | str, framework: ArraysName, *, copy: bool | None = None, stream: Any = None) -> Any:
-    """An array of `framework` in the memory that another process exported. All who attach it see what one writes.
+    """An array of `framework` in the memory that another process exported. A write by one attached process is visible
+    to all.
 
-    `handle` may be its text. `copy` and `stream` are as in `to`; `copy=True` makes a copy in this process's own
-    memory.
-    The memory stays mapped as long as any view of it lives, also after the exporter closes it or ends. Initialises
-    CUDA if nothing has. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is no handle.
+    `handle` may be its text. `copy` and `stream` are as in `to`; `copy=True` makes a copy in this process's own memory.
+    The memory stays mapped as long as any view of it lives, also after the exporter closes it or ends. Initialises CUDA
+    if needed. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is no handle.
     """
     suspension.check("memguard.exchange.attach")
     arguments.check(copy, None, registry.by_name(framework))
@@ -182,18 +185,19 @@ def attach(handle: Handle | str, framework: ArraysName, *, copy: bool | None = N
             os.close(fd)
         undo.pop_all()
     view = found.view(0 if mapping is None else mapping.address, ordinal)
-    x = Attached(view, functools.partial(server.current().leave, connection, attachment.undo))
+    x = Attached(view, functools.partial(server.current().detach, connection, attachment.undo))
     return transfer.to(x, framework, copy=copy, stream=stream)
 
 
 class _Attachment:
-    """Mapped memory, and its charge to this process once the exporter is gone. Used on the server's thread."""
+    """Mapped memory, and its charge to this process once the exporter has ended. Used on the server's thread."""
 
     def __init__(self, mapping: Mapping | None, ordinal: int, size: int) -> None:
         self._mapping, self._ordinal, self._size, self._charged = mapping, ordinal, size, 0
 
     def exporter_gone(self) -> None:
-        """The exporter released it, or ended: from now on the driver charges it to this process (measured)."""
+        """Charge the memory to this process, as the driver does once the exporter has released it or ended
+        (measured)."""
         self._charged = self._size
         charge(self._ordinal, self._charged)
 
@@ -220,7 +224,7 @@ def _copied(x: Any, producer: Arrays, offer: Offer, uuid: str) -> Export:
         reason = f"there is no room for a copy of it on cuda:{device}: {format_size(error.nbytes)} needed, {free} free"
         raise CannotShare(offer.producer, NAME, reason, "free memory on this GPU: memguard.trim()") from error
     charge(device, allocation.size)
-    # Not read-only, whatever the array is: whoever attaches the copy may write to it.
+    # Not read-only, even for a read-only array: attached processes may write to the copy.
     description = Description(FILE, uuid, view.shape, row_major(view.shape), view.dtype, size=allocation.size)
     return Export(description, allocation.fd, True, functools.partial(_freed, device, allocation))
 
@@ -255,21 +259,21 @@ def _own_memory(x: Any, producer: Arrays, offer: Offer, uuid: str) -> Export:
 
 
 def _request(connection: socket.socket, handle: Handle, framework: str) -> tuple[Description, int | None]:
-    """The exporter's answer, and the file descriptor that came with it, which the caller must close."""
+    """The exporter's answer, and its file descriptor, which the caller must close."""
     connection.settimeout(ANSWER_TIMEOUT)
-    with _as_refusals(framework):
+    with _socket_errors_as_cannot_share(framework):
         _connect(connection, handle.path)
-        who = wire.peer(connection)
-        if not wire.same_user(who):
-            raise PermissionError(f"user {who.uid}")
-        if who.pid == os.getpid():
+        process = wire.peer(connection)
+        if not wire.same_user(process):
+            raise PermissionError(f"user {process.uid}")
+        if process.pid == os.getpid():
             remedy = f"memguard.exchange.to(x, {framework!r})"
             raise CannotShare("this process", framework, "it was exported by this very process", remedy)
         wire.send(connection, wire.request(handle.token))
         message, fd = wire.receive(connection, ANSWER_TIMEOUT)
         try:
             if (refusal := wire.refusal(message)) is not None:
-                raise _full(framework, refusal)
+                raise _too_many_connections(framework, refusal)
             return wire.description(message), fd
         except BaseException:
             if fd is not None:
@@ -278,7 +282,8 @@ def _request(connection: socket.socket, handle: Handle, framework: str) -> tuple
 
 
 def _connect(connection: socket.socket, path: str) -> None:
-    """If many connect at once, the exporter's queue may be full for a moment. A Unix socket does not wait for that."""
+    """Connect, with retries: if many processes connect at once, the exporter's queue may be full, and a Unix socket
+    fails at once."""
     deadline = time.monotonic() + ANSWER_TIMEOUT
     while True:
         try:
@@ -290,8 +295,8 @@ def _connect(connection: socket.socket, path: str) -> None:
 
 
 @contextlib.contextmanager
-def _as_refusals(framework: str) -> Iterator[None]:
-    """Turns what can go wrong on the socket into CannotShare."""
+def _socket_errors_as_cannot_share(framework: str) -> Iterator[None]:
+    """Raise the errors of the socket as CannotShare."""
     try:
         yield
     except wire.BadMessage as error:
@@ -315,7 +320,7 @@ def _mapped(found: Description, fd: int | None, ordinal: int) -> Mapping | None:
     return shared_memory.map_block(ordinal, bytes.fromhex(found.handle), found.size) if found.kind == BLOCK else None
 
 
-def _full(framework: str, refusal: wire.Refusal) -> CannotShare:
+def _too_many_connections(framework: str, refusal: wire.Refusal) -> CannotShare:
     limit, release = refusal.limit, "delete the arrays that processes have attached and no longer need"
     if refusal.full == wire.EXPORT:
         reason = f"{limit} connections hold this export already, the most that one may have"

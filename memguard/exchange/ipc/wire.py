@@ -1,8 +1,8 @@
-"""The messages of two processes over a socket: short JSON behind its length, checked before it is used.
+"""The socket messages between two processes: a length followed by short JSON. Each is validated before use.
 
-The process that attaches sends `{"memguard": 1, "token": …}`. The exporter answers with the description of the array,
-and with the file descriptor of its memory. Then the connection stays open and silent: it is the reference. If too many
-hold it already, the answer is a refusal, and the exporter closes the connection.
+The attaching process sends `{"memguard": 1, "token": …}`. The exporter answers with the description of the array and
+the file descriptor of its memory. The connection then stays open without messages: it is a reference to the memory. If
+the array has too many connections already, the exporter answers with a refusal and closes this one.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from memguard._frameworks.arrays.view import DTYPES, View
 
 VERSION = 1
 LIMIT = 16 * 1024
-"""Bytes in a message at most."""
+"""The most bytes of a message."""
 _HEAD = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _MOST = 1 << 62
 UUID, TOKEN = r"[A-Za-z0-9./-]{1,100}", r"[0-9a-f]{32}"
-"""Patterns, for ASCII."""
+"""Regular expressions, for ASCII text."""
 FILE, BLOCK, NOTHING = "file", "block", "nothing"
-"""How memory is sent: as a file descriptor, as the handle of a block, or not at all (an array without elements)."""
+"""The transport of the memory: a file descriptor, a block's handle, or none (an array without elements)."""
 
 EXPORT, PROCESS = "export", "process"
-"""What has as many holders as it may have: the one export, or all exports of the exporter together."""
+"""Which limit on connections is reached: of the one export, or of all exports of the exporter together."""
 MOST_HOLDERS = 1 << 20
-"""No limit on the holders is above this."""
+"""The upper bound of such a limit."""
 
 
 class BadMessage(ValueError):
-    """A message that memguard would never send."""
+    """A message that no memguard sends."""
 
 
 class Peer(NamedTuple):
-    """Who is at the other end. The kernel says so (`SO_PEERCRED`)."""
+    """The process at the other end, as the kernel reports it (`SO_PEERCRED`)."""
 
     pid: int
     uid: int
 
 
 class Description(NamedTuple):
-    """An exported array. It begins at byte `offset` of its memory of `size` bytes. Strides count elements."""
+    """An exported array, which begins at byte `offset` of an allocation of `size` bytes. Strides count elements."""
 
     kind: str
     uuid: str
@@ -71,7 +71,7 @@ class Description(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why an exporter hands nothing over: `limit` connections hold it already. `full` is EXPORT or PROCESS."""
+    """The reason for a refused request: `limit` connections exist already. `full` is EXPORT or PROCESS."""
 
     full: str
     limit: int
@@ -81,7 +81,7 @@ class Refusal(NamedTuple):
 
 
 def refusal(message: dict[str, Any]) -> Refusal | None:
-    """The exporter's refusal, checked; None if the message is none. Raises BadMessage."""
+    """The exporter's refusal, validated; None if the message is no refusal. Raises BadMessage."""
     if "full" not in message:
         return None
     full, limit = message["full"], message.get("limit")
@@ -93,7 +93,7 @@ def refusal(message: dict[str, Any]) -> Refusal | None:
 
 
 def description(message: dict[str, Any]) -> Description:
-    """The exporter's answer, checked. Raises BadMessage, also if the array would not lie within its memory."""
+    """The exporter's answer, validated. Raises BadMessage, also if the array exceeds its memory."""
     fields = {name: message.get(name) for name in Description._fields}
     if message.get("memguard") != VERSION or set(message) != {"memguard", *Description._fields}:
         raise BadMessage("it is not a description of an array")
@@ -129,7 +129,7 @@ def _numbers(values: Any, least: int) -> tuple[int, ...]:
 
 
 def requested_token(message: dict[str, Any]) -> str:
-    """The token in the request of a process that attaches. Raises BadMessage."""
+    """The token in an attaching process's request. Raises BadMessage."""
     token = message.get("token")
     if message.get("memguard") != VERSION or not isinstance(token, str) or not re.fullmatch(TOKEN, token, re.ASCII):
         raise BadMessage("it is not a request")
@@ -148,7 +148,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes) -> dict[str, Any] | None:
-    """The one message in `data`; None if it is not complete yet. Raises BadMessage."""
+    """The message in `data`; None if it is incomplete. Raises BadMessage."""
     if len(data) < _HEAD.size:
         return None
     (length,) = _HEAD.unpack_from(data)
@@ -166,18 +166,19 @@ def decode(data: bytes) -> dict[str, Any] | None:
 
 
 def peer(connection: socket.socket) -> Peer:
-    """The process that opened the other end, or listens there. Raises OSError."""
+    """The process that connected or listens at the other end. Raises OSError."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return Peer(pid, uid)
 
 
-def same_user(who: Peer) -> bool:
-    return who.uid == os.geteuid()
+def same_user(process: Peer) -> bool:
+    return process.uid == os.geteuid()
 
 
 def send(connection: socket.socket, message: dict[str, Any], fd: int | None = None) -> None:
-    """Send a whole message, and a file descriptor if there is one. Raises OSError if that does not succeed at once."""
+    """Send a message and, if given, a file descriptor. Raises OSError if the socket does not accept all of it at
+    once."""
     data = encode(message)
     ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
     try:
@@ -189,9 +190,10 @@ def send(connection: socket.socket, message: dict[str, Any], fd: int | None = No
 
 
 def receive(connection: socket.socket, seconds: float) -> tuple[dict[str, Any], int | None]:
-    """A whole message, and the file descriptor that came with it, which the caller must close.
+    """Receive a message and its file descriptor, which the caller must close.
 
-    Raises BadMessage; EOFError if the other end closed; TimeoutError if it is not complete in time; OSError.
+    Raises BadMessage; EOFError if the other end closed; TimeoutError if the message is incomplete after `seconds`;
+    OSError.
     """
     data, fds, deadline = b"", array.array("i"), time.monotonic() + seconds
     with contextlib.ExitStack() as undo:

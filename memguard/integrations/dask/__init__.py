@@ -3,11 +3,12 @@
     client.register_plugin(MemguardPlugin("budget.yaml"))
     print(ledgers(client))
 
-or `dask worker --preload memguard.integrations.dask ... budget.yaml`. Importing this imports `distributed`.
+or `dask worker --preload memguard.integrations.dask ... budget.yaml`. Importing this module imports `distributed`.
 
-In each worker process (not in its nanny) the budget is applied before any task runs. The worker's heartbeats carry its
-ledger, memguard's events and the reports of out-of-memory errors go to the scheduler's topic "memguard", and the worker
-is paused while the pressure is critical. Unregistering the plugin, or the worker's end, undoes all of it.
+The plugin applies the budget in each worker process (not in its nanny) before any task runs. The worker's heartbeats
+contain its ledger. The plugin logs memguard's events and out-of-memory reports to the scheduler's topic "memguard", and
+pauses the worker while the pressure is critical. All of this is undone when the plugin is unregistered or the worker
+ends.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from memguard.integrations.dask.tables import Ledgers as Ledgers
 
 try:
     from distributed.diagnostics.plugin import WorkerPlugin
-except ImportError as _error:  # `MemguardPlugin` says so when it is used
+except ImportError as _error:  # `MemguardPlugin.__init__` raises it again
     _missing: str | None = str(_error)
     WorkerPlugin = object
 else:
@@ -36,19 +37,19 @@ if TYPE_CHECKING:
 __all__ = ["Ledgers", "MemguardPlugin", "ledgers"]
 
 NAME = "memguard"
-"""Of the plugin: registering a second one replaces the first, also that of the preload."""
+"""The plugin's name in Dask: registering a second plugin of this name replaces the first, the preload's included."""
 
 
 class MemguardPlugin(WorkerPlugin):  # type: ignore[misc] # distributed is optional: to mypy its classes are Any
     """Applies a budget in each worker, for `client.register_plugin`.
 
-    A file is read here, where the plugin is made: the workers' machines need not have it, and its errors come at once.
+    The constructor reads the budget file, so the workers' machines do not need it, and an invalid file raises at once.
     `workers_per_gpu` workers share the budget of a GPU in equal parts. `pause` pauses a worker under critical pressure.
     `simulate` and `missing_gpu` are those of `memguard.init`; `missing_gpu="warn"` is for clusters that also have
-    workers without a GPU. A budget without `monitor` gets one with its defaults, whose samples are published.
+    workers without a GPU. A budget without `monitor` gets the default monitor, whose samples are published.
 
-    Raises ConfigError; PlanError if a part is too small. What the budget raises in a worker comes out of
-    `register_plugin`. A worker that is started later, and cannot apply the budget, closes.
+    Raises ConfigError; PlanError if a part is too small. `register_plugin` raises the error of a worker that cannot
+    apply the budget. A worker that starts later and cannot apply it closes.
     """
 
     name = NAME
@@ -74,13 +75,13 @@ class MemguardPlugin(WorkerPlugin):  # type: ignore[misc] # distributed is optio
             whole = whole.model_copy(update={"monitor": _budget.MonitorConfig()})
         self.budget, self._workers = part_of_worker(whole, workers_per_gpu), workers_per_gpu
         self.pause, self.simulate, self.missing_gpu = pause, simulate, missing_gpu
-        self._attached: dict[int, Attached] = {}  # several, if workers are threads of one process
+        self._attached: dict[int, Attached] = {}  # several if workers are threads of one process
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_attached": {}}
 
     def setup(self, worker: Any) -> None:
-        """Dask calls it in the worker's process, on its event loop."""
+        """Called by Dask in the worker's process, on its event loop."""
         from memguard.integrations.dask.attach import Attached
 
         attached = self._attached[id(worker)] = Attached(worker, pause=self.pause)
@@ -90,7 +91,7 @@ class MemguardPlugin(WorkerPlugin):  # type: ignore[misc] # distributed is optio
             self.teardown(worker)
             error = explained(raised, self._workers)
             if isinstance(error, Exception) and _registering(worker):
-                # Dask would only log it, and run tasks without a budget.
+                # Dask itself would only log the error and run tasks without a budget.
                 worker.log_event(NAME, {"kind": "failed", "text": str(error), "name": worker.name})
                 worker.loop.add_callback(worker.close, reason=f"memguard: {str(error).partition(chr(10))[0]}")
             if error is not raised:
@@ -98,7 +99,7 @@ class MemguardPlugin(WorkerPlugin):  # type: ignore[misc] # distributed is optio
             raise
 
     def teardown(self, worker: Any) -> None:
-        """Dask calls it when the plugin is unregistered or replaced, and when the worker closes."""
+        """Called by Dask when the plugin is unregistered or replaced, and when the worker closes."""
         attached = self._attached.get(id(worker))
         if attached is not None:
             attached.end()
@@ -106,7 +107,7 @@ class MemguardPlugin(WorkerPlugin):  # type: ignore[misc] # distributed is optio
 
 
 def _registering(worker: Any) -> bool:
-    """Whether the worker has just been given the scheduler's plugins, and is not yet at work."""
+    """Whether the worker is starting: it has received the scheduler's plugins, and its heartbeat does not run yet."""
     heartbeat = worker.periodic_callbacks.get("heartbeat")
     return worker.status.name == "running" and heartbeat is not None and not heartbeat.is_running()
 
@@ -114,17 +115,17 @@ def _registering(worker: Any) -> bool:
 def ledgers(client: Any) -> Any:
     """The ledgers that the workers sent with their last heartbeats: a `Ledgers`, which `print` shows as a table.
 
-    An asynchronous client has to await it.
+    With an asynchronous client, await the result.
     """
 
-    async def asked() -> Ledgers:
+    async def received() -> Ledgers:
         return Ledgers.of(await client.scheduler.identity())
 
-    return client.sync(asked)
+    return client.sync(received)
 
 
 class _Refused(WorkerPlugin):  # type: ignore[misc]
-    """Raises, where Dask lets a plugin's error end the worker: it only logs the errors of a preload."""
+    """Raises the preload's error from `setup`: there it ends the worker, while Dask only logs an error of a preload."""
 
     name = "memguard-refused"
 
@@ -141,9 +142,9 @@ class _Refused(WorkerPlugin):  # type: ignore[misc]
 @click.option("--pause/--no-pause", default=True, help="Whether critical pressure pauses the worker.")
 @click.option("--simulate", help="Simulated GPUs instead of real ones: h200, or several with commas.")
 @click.option("--missing-gpu", type=click.Choice(["raise", "warn", "simulate"]), default="raise")
-@click.option("--create-cuda-context/--no-create-cuda-context", hidden=True)  # dask-cuda gives it to every preload
+@click.option("--create-cuda-context/--no-create-cuda-context", hidden=True)  # dask-cuda passes it to every preload
 async def dask_setup(worker: Any, budget: str | None, **options: Any) -> None:
-    """The preload. BUDGET is a file, or else MEMGUARD_CONFIG names one. A worker that cannot have it does not start."""
+    """The preload. BUDGET is a file, by default MEMGUARD_CONFIG's. A worker that cannot apply it does not start."""
     if not all(hasattr(worker, name) for name in ("memory_manager", "metrics", "plugin_add")):
         raise TypeError("memguard.integrations.dask is a preload of workers: `dask worker --preload`")
     try:

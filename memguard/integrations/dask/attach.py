@@ -1,4 +1,4 @@
-"""A budget in one worker: applied, published, and undone."""
+"""Apply a budget in one Dask worker, publish its state, and undo both."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from memguard._runtime.runtime import MissingGpu
 
 TOPIC = "memguard"
-"""Of the scheduler's events: `client.get_events("memguard")`."""
+"""The topic of the scheduler's events: `client.get_events("memguard")`."""
 
 _using: set[int] = set()
 _blocks: list[Block[Guard]] = []
-"""Workers that are threads of one process share its budget: the last one ends it."""
+"""The budget of this process. Workers that are threads of one process share it, and the last of them ends it."""
 
 
 class Attached:
-    """memguard in one worker, from `begin` to `end`. Both run on the worker's event loop."""
+    """The budget of one worker, from `begin` to `end`. Both run on the worker's event loop."""
 
     def __init__(self, worker: Any, *, pause: bool) -> None:
         self._worker = worker
@@ -41,10 +41,10 @@ class Attached:
         self._guard: Guard | None = None
         self._sample: Sample | None = None
         self._level: Pressure | None = None
-        self._pause = Pause(worker, self._said) if pause else None
+        self._pause = Pause(worker, self._report_pause) if pause else None
 
     def begin(self, budget: Budget, simulate: str | Sequence[str] | None, missing_gpu: MissingGpu) -> None:
-        """Apply the budget, then publish. What fails is raised; `end` takes back what was done."""
+        """Apply the budget, then publish. Raises the first failure; `end` then undoes the completed steps."""
         undo = self._undo
         undo.add("the budget", self._leave)
         guard = self._guard = self._enter(budget, simulate, missing_gpu)
@@ -63,7 +63,7 @@ class Attached:
         self._worker.metrics.update(metrics)
 
     def end(self) -> None:
-        """Undo it. If it is interrupted, the next call does what is left."""
+        """Undo all steps. After an interruption the next call runs the remaining ones."""
         self._undo.run()
 
     def _enter(self, budget: Budget, simulate: str | Sequence[str] | None, missing_gpu: MissingGpu) -> Guard:
@@ -71,7 +71,7 @@ class Attached:
         block = memguard.guard(budget, simulate=simulate, missing_gpu=missing_gpu)
         _blocks.append(block)
         guard = block.__enter__()
-        if not guard.active and not hasattr(guard, "why"):  # `why`: switched off, or no GPU, as asked for
+        if not guard.active and not hasattr(guard, "why"):  # `why`: MEMGUARD_DISABLE, or no GPU
             raise NotActive(str(guard))
         return guard
 
@@ -86,7 +86,7 @@ class Attached:
             if self._worker.metrics.get(name) == metric:
                 del self._worker.metrics[name]
 
-    # the monitor's thread, and those of tasks
+    # on the monitor's thread, and on tasks' threads
 
     def _on_sample(self, sample: Sample) -> None:
         monitor = api.current_session().monitor
@@ -96,7 +96,7 @@ class Attached:
         keys = [(one.uuid, name) for one in sample.devices for name in (None, *one.frameworks)]
         self._level = common.worst(state.level(uuid, name) for uuid, name in keys)
         if self._pause is not None:
-            self._pause.tell(self._level is Pressure.CRITICAL)
+            self._pause.set_pressure(self._level is Pressure.CRITICAL)
 
     def _on_event(self, event: Event) -> None:
         fields = {key: value for key, value in event._asdict().items() if value is not None}
@@ -105,31 +105,31 @@ class Attached:
         self._log(fields)
 
     def _reported(self, report: Report) -> None:
-        """On the thread of the task that failed."""
+        """Called on the thread of the failed task."""
         from distributed.worker import get_worker, thread_state
 
         from memguard._oom.report import full_text
 
-        with contextlib.suppress(ValueError):  # of `client.run`: the error is of no task
+        with contextlib.suppress(ValueError):  # raised in `client.run`, where there is no task
             if get_worker() is not self._worker:  # one of several workers in this process
                 return
         key = getattr(thread_state, "key", None)
         self._log({"kind": "report", "text": full_text(report), "task": None if key is None else str(key)})
 
-    def _said(self, what: str) -> None:
+    def _report_pause(self, what: str) -> None:
         self._log({"kind": what, "text": f"worker {self._worker.name} is {what}: pressure {self._level or 'unknown'}"})
 
     def _log(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(Exception):  # the worker is closing; nothing of this is the program's matter
+        with contextlib.suppress(Exception):  # the worker is closing; a lost event must not raise in the program
             self._worker.log_event(TOPIC, {**message, "name": self._worker.name})
 
-    # heartbeats, on the worker's event loop
+    # in heartbeats, on the worker's event loop
 
     async def _ledger(self, worker: Any) -> dict[str, Any]:
         guard = self._guard
         if guard is None or not guard.active:
             if self._pause is not None:
-                self._pause.release()  # the program has ended the budget: there are no more samples
+                self._pause.release()  # the program ended the budget: no later sample would resume the worker
             return {"active": False, "simulated": False, "why": getattr(guard, "why", None)}
         if self._sample is None:
             from distributed.utils import offload

@@ -1,4 +1,4 @@
-"""What a worker says of its memory: data in its heartbeats, columns on Dask's dashboard, a table at the client."""
+"""A worker's memory as data in its heartbeats, as columns on Dask's dashboard, and as a table at the client."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from memguard._base.units import format_size
 from memguard.integrations import tables
 
 METRIC = "memguard"
-"""The key of a heartbeat's metrics that has the ledger."""
+"""The key of the ledger in a heartbeat's metrics."""
 HELD, PRESSURE = "memguard_held", "memguard_pressure"
-"""Keys with text, which Dask's dashboard shows as columns of its table of workers."""
+"""Keys whose values are text: Dask's dashboard shows them as columns in its table of workers."""
 _HEAD = ("worker", *tables.COLUMNS)
 
 
 def held(ledger: Mapping[str, Any]) -> str:
-    """`9.10 GiB of 63.0 GiB`, of each GPU: what the process has of its limit."""
+    """`9.10 GiB of 63.0 GiB`: the process's bytes and its limit, for each GPU."""
     if not ledger["active"]:
         return "no budget"
     parts = [f"{format_size(one['process'])} of {format_size(one['limit'])}" for one in ledger["devices"]]
@@ -27,7 +27,7 @@ def held(ledger: Mapping[str, Any]) -> str:
 
 
 def pressure(ledger: Mapping[str, Any]) -> str:
-    """`ok`, `warn`, `critical`, and whether the worker is paused for it."""
+    """`ok`, `warn` or `critical`, and whether memguard has paused the worker."""
     if not ledger["active"]:
         return "no budget"
     return f"{ledger['pressure'] or 'unknown'}{', paused' if ledger['paused'] else ''}"
@@ -35,7 +35,7 @@ def pressure(ledger: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Ledgers:
-    """The workers' ledgers by address, as their last heartbeats had them; None for a worker that sends none.
+    """The workers' ledgers by address, from their last heartbeats; None for a worker that sends none.
 
     `names` has the workers' names. `print` shows a table.
     """
@@ -45,7 +45,7 @@ class Ledgers:
 
     @classmethod
     def of(cls, identity: Mapping[str, Any]) -> Ledgers:
-        """From the scheduler's description of its cluster."""
+        """Read the ledgers from the scheduler's description of its cluster."""
         found = identity.get("workers", {})
         ledgers = {address: (one.get("metrics") or {}).get(METRIC) for address, one in found.items()}
         return cls(ledgers, {address: str(one.get("name", address)) for address, one in found.items()})

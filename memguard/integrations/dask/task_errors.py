@@ -1,9 +1,9 @@
-"""The report of an out-of-memory error, on the exception that a client gets.
+"""Add the out-of-memory report of a task's exception to the exception that the client receives.
 
 A task's exception never reaches Python's hooks: Dask catches it in the worker, and pickles it with `error_message`.
-That is wrapped, so that the whole report is noted on what is sent: the client does not see the worker's standard error,
-which has it too. Where Dask sends another exception, because this one is too long or cannot be pickled, that one gets
-the note.
+memguard wraps that function and adds the whole report as a note to the pickled exception, because the client does not
+see the worker's standard error. If Dask replaces an exception that is too long or cannot be pickled, the replacement
+gets the note.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ if TYPE_CHECKING:
     from memguard._oom.report import Report
 
 _NAME = "error_message"
-_telling: list[Callable[[Report], None]] = []
-"""Of each worker in this process: the function is wrapped once."""
+_report_callbacks: list[Callable[[Report], None]] = []
+"""One callback for each worker in this process; they share one wrapper of the function."""
 
 
-def begin(tell: Callable[[Report], None], undo: Undo) -> None:
-    """Wrap `error_message` where distributed's worker calls it. `tell` is given each report, on the task's thread."""
+def begin(callback: Callable[[Report], None], undo: Undo) -> None:
+    """Wrap `error_message` in distributed's worker module. `callback` receives each report, on the task's thread."""
     from distributed import worker as module
 
-    undo.add("the reports on errors of tasks", functools.partial(_end, tell, module))
-    _telling.append(tell)
+    undo.add("the reports on errors of tasks", functools.partial(_end, callback, module))
+    _report_callbacks.append(callback)
     original = getattr(module, _NAME, None)
     if original is None:
         _log.warning("this version of distributed has no worker.%s: clients do not get the reports", _NAME)
-    elif len(_telling) == 1:
+    elif len(_report_callbacks) == 1:
         setattr(module, _NAME, _Reported(original))
 
 
-def _end(tell: Callable[[Report], None], module: ModuleType) -> None:
-    if tell in _telling:
-        _telling.remove(tell)
+def _end(callback: Callable[[Report], None], module: ModuleType) -> None:
+    if callback in _report_callbacks:
+        _report_callbacks.remove(callback)
     now = getattr(module, _NAME, None)
-    if not _telling and isinstance(now, _Reported):  # else somebody wrapped it again: ours then only passes on
+    if not _report_callbacks and isinstance(now, _Reported):  # else other code wrapped it again
         setattr(module, _NAME, now.original)
 
 
 class _Reported:
-    """Dask's function with a report on the exception that it is given."""
+    """The wrapper of `error_message`: adds the report to the exception."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self.original = original
 
     def __call__(self, error: BaseException, *args: Any, **kwargs: Any) -> Any:
-        report = hooks.seen(error) if _telling and isinstance(error, Exception) else None
+        report = hooks.report_error(error) if _report_callbacks and isinstance(error, Exception) else None
         message = self.original(error, *args, **kwargs)
         if report is not None:
             _carry(message, report)
-            for tell in [*_telling]:
-                tell(report)
+            for callback in [*_report_callbacks]:
+                callback(report)
         return message
 
 
 def _carry(message: Any, report: Report) -> None:
-    """Note the report on the exception that was pickled, in the place of its short note."""
+    """Replace the short note on the pickled exception with the whole report."""
     try:
         from distributed.protocol import pickle, to_serialize
 

@@ -1,10 +1,10 @@
-"""Budgets for the tasks and actors of Ray: a `runtime_env`, and `num_gpus` that fits the budget.
+"""Budgets for the tasks and actors of Ray: a `runtime_env` with the budget, and the `num_gpus` that fits it.
 
-    ray.init(runtime_env=runtime_env("budget.yaml"))         # of a whole GPU: each worker gets its num_gpus of it
-    Trainer.options(**options("trainer.yaml")).remote()      # of this actor: its num_gpus follows from it
+    ray.init(runtime_env=runtime_env("budget.yaml"))         # budget of a whole GPU: a worker gets its num_gpus of it
+    Trainer.options(**options("trainer.yaml")).remote()      # budget of this actor: its num_gpus follows from it
 
-In each worker the budget is applied once Ray has set its CUDA_VISIBLE_DEVICES, before the task's code. The error of a
-task or an actor that ran out of GPU memory has memguard's report; Ray's metrics have the worker's ledger.
+A worker applies the budget once Ray has set its CUDA_VISIBLE_DEVICES, before the task's code runs. The error of a task
+or actor that ran out of GPU memory contains memguard's report. Ray's metrics contain the worker's ledger.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ __all__ = ["node_resources", "options", "runtime_env", "setup"]
 
 _FIELD = "worker_process_setup_hook"
 _CONSTANT = "WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-"""Of `ray._private.ray_constants`: the variable by which a worker learns of its hook. Ray reads the public field in
-`ray.init` alone, and drops it without a word where a task or an actor has it."""
+"""The constant in `ray._private.ray_constants` that names the environment variable of a worker's setup hook. Ray reads
+the public field in `ray.init` only, and silently ignores it in the options of a task or an actor."""
 
 armed: Worker | None = None
-"""What `setup` armed in this process."""
+"""The worker object that `setup` made in this process."""
 
 
 def runtime_env(budget: BudgetLike, *, simulate: str | Sequence[str] | None = None, **more: Any) -> dict[str, Any]:
     """A `runtime_env` for `ray.init`, `@ray.remote` or `.options`: the budget of a whole GPU, for every worker on it.
 
-    A worker that Ray gives a part of a GPU (`num_gpus=0.25`) gets that part of the budget: limits in percent and in
-    bytes. The file is read here: the workers' machines need not have it. `more` is the rest of a runtime_env, such as
-    `env_vars`, `pip` and `working_dir`; a `worker_process_setup_hook` of your own is given as "module.function".
-    `simulate` names the GPUs of a node, where there are none: one for all of them, or each.
+    A worker to which Ray assigns a part of a GPU (`num_gpus=0.25`) gets that part of the budget's limits, in percent
+    and in bytes. This call reads the budget file, so the workers' machines do not need it. `more` is the rest of the
+    runtime_env, such as `env_vars`, `pip` and `working_dir`; name your own `worker_process_setup_hook` as
+    "module.function". `simulate` names simulated GPUs for nodes without GPUs: one name for all GPUs of a node, or one
+    for each.
 
     A task or an actor whose worker cannot apply the budget fails with the reason.
 
-    Raises ConfigError, also for a budget with `ranks`; ValueError for what cannot be merged; ImportError without Ray.
+    Raises ConfigError, also for a budget with `ranks`; ValueError for an entry of `more` that cannot be merged;
+    ImportError without Ray.
     """
     return _environment(budget, True, simulate, more)
 
@@ -55,16 +57,16 @@ def options(
 ) -> dict[str, Any]:
     """Options of a task or an actor: `num_gpus`, and a `runtime_env` whose budget fits it.
 
-    Without `num_gpus` the budget is the worker's own, and its limit says how much of a GPU Ray has to keep for it:
-    `limit: 25%` is `num_gpus=0.25`. A limit in bytes needs the name of the smallest `gpu` ("h200", "t4", as for
+    Without `num_gpus` the budget is the worker's own, and its limit gives the part of a GPU that Ray reserves:
+    `limit: 25%` is `num_gpus=0.25`. A limit in bytes requires `gpu`, the name of the smallest GPU ("h200", "t4", as for
     `memguard plan`). With `num_gpus` the budget is that of a whole GPU, and the worker gets its part, as with
     `runtime_env`.
 
-    `memory_units=True` asks for MiB of the resource `gpu_memory_mib` too, which nodes declare by `node_resources`.
-    `more` is any other option of Ray; a `runtime_env` in it is merged.
+    `memory_units=True` also requests MiB of the resource `gpu_memory_mib`, which nodes declare with `node_resources`.
+    `more` are other options of Ray; a `runtime_env` among them is merged.
 
-    Raises ConfigError; PlanError for a budget from which no part follows, or that does not fit the GPU; ValueError for
-    what cannot be merged, and another `num_gpus`.
+    Raises ConfigError; PlanError for a budget that gives no single part of a GPU, or does not fit the GPU; ValueError
+    for options that cannot be merged, and for an invalid `num_gpus`.
     """
     from memguard import _budget
     from memguard.integrations.ray import parts
@@ -103,7 +105,7 @@ def node_resources(simulate: str | Sequence[str] | None = None) -> dict[str, int
 
 
 def setup() -> None:
-    """What Ray runs in each worker process, as `runtime_env` asks. It applies nothing: the worker has no GPU yet."""
+    """The setup hook that Ray runs in each worker process. Applies no budget: the worker has no GPU yet."""
     global armed
     from memguard.integrations.ray.worker import Worker
 
@@ -124,7 +126,7 @@ def _environment(
     """`more` with the budget and the hook in its `env_vars`."""
     from memguard import _budget
     from memguard._budget.parts import refuse_ranks
-    from memguard.integrations.ray.asked import HOOK, VARIABLE, Asked
+    from memguard.integrations.ray.request import HOOK, VARIABLE, WorkerRequest
 
     if not isinstance(more, Mapping):
         raise TypeError(f"runtime_env is a mapping, found {type(more).__name__}\n    fix: runtime_env=dict(...)")
@@ -132,7 +134,7 @@ def _environment(
     found = dict(more)
     variables = dict(found.get("env_vars") or {})
     setup = found.pop(_FIELD, None)
-    if variable is not None:  # a dict that was given to ray.init: Ray writes the job's hook into it
+    if variable is not None:  # `more` was passed to ray.init, which wrote the job's hook into it
         setup = setup or variables.pop(variable, None)
     if setup is not None and not (isinstance(setup, str) and "." in setup):
         raise ValueError(
@@ -146,8 +148,8 @@ def _environment(
         )
     loaded = _budget.of(budget)
     refuse_ranks(loaded, "Ray's", "as num_gpus says what part of a GPU a worker has")
-    asked = Asked.of(loaded, whole=whole, simulate=simulate, setup=None if setup == HOOK else setup)
-    variables[VARIABLE] = asked.text()
+    request = WorkerRequest.of(loaded, whole=whole, simulate=simulate, setup=None if setup == HOOK else setup)
+    variables[VARIABLE] = request.text()
     if variable is None:
         found[_FIELD] = HOOK
     else:

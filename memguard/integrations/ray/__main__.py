@@ -1,4 +1,4 @@
-"""`ray start --resources="$(python -m memguard.integrations.ray)"`: this machine's GPU memory, in Ray's words."""
+"""`ray start --resources="$(python -m memguard.integrations.ray)"`: print the machine's GPU memory for Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger in Ray's metrics: gauges that Ray's agent shows on the node's port, with Ray's own labels beside ours."""
+"""Export the ledger as gauges to Ray's metrics: Ray's agent serves them on the node's port and adds its own labels."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ if TYPE_CHECKING:
 
 _NAN = float("nan")
 _gauges: dict[tuple[str, tuple[str, ...]], Any] = {}
-"""By name and labels: Ray has one of each in a process."""
+"""The gauges of this process by name and labels: Ray allows one object for each."""
 
 
 class Metrics:
-    """Of one budget. `tell` is called on the monitor's thread; Ray's `Gauge.set` writes to memory and sends later."""
+    """The gauges of one budget. `update` runs on the monitor's thread; Ray's `Gauge.set` buffers and sends later."""
 
     def __init__(self, session: Session, job: str) -> None:
         self._source = Source(session, script(job))
-        self._told: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
-        self._over = False
-        self._lock = threading.RLock()  # reentrant, for a signal handler: the end must not come amid a `tell`
+        self._exported: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
+        self._ended = False
+        self._lock = threading.RLock()  # re-entrant, because a signal handler may call `end` during `update`
 
-    def tell(self, sample: Sample | None = None) -> None:
-        """The figures of now. One that is not known any more is no longer told."""
+    def update(self, sample: Sample | None = None) -> None:
+        """Export the current figures, and end the series of figures that are no longer known."""
         with self._lock:
-            self._tell()
+            self._export()
 
-    def _tell(self) -> None:
+    def _export(self) -> None:
         scene = self._source.scene()
         now: dict[tuple[str, tuple[str, ...]], dict[str, str]] = {}
         for metric, values, value in figures(scene) if scene is not None else ():
-            if metric.kind == "gauge" and not self._over:
+            if metric.kind == "gauge" and not self._ended:
                 tags = {**dict(zip(metric.labels, values, strict=True)), **self._source.constant}
                 self._set(metric.name, tags, value)
                 now[metric.name, values] = tags
-        gone = {key: tags for key, tags in self._told.items() if key not in now}
-        self._told = now
+        gone = {key: tags for key, tags in self._exported.items() if key not in now}
+        self._exported = now
         for (name, _), tags in gone.items():
-            self._set(name, tags, _NAN)  # which ends a series: Ray leaves it out
+            self._set(name, tags, _NAN)  # ends the series: Ray omits NaN
 
     def end(self) -> None:
-        """Tell nothing from now on. May be called again."""
+        """End all series, and export nothing from now on. May be called again."""
         with self._lock:
-            self._over = True
+            self._ended = True
             self._source.end()
-            self._tell()
+            self._export()
 
     def _set(self, name: str, tags: dict[str, str], value: float) -> None:
         from ray.util.metrics import Gauge

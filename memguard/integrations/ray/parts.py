@@ -1,4 +1,4 @@
-"""How `num_gpus` and a budget follow from each other. Pure."""
+"""Convert between `num_gpus` and a budget's limit. Pure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from memguard.errors import PlanError
 UNITS = "gpu_memory_mib"
 """The custom resource that counts MiB of GPU memory."""
 STEP = 10_000
-"""Ray counts a resource in ten-thousandths."""
+"""Ray's resolution of a resource: one ten-thousandth."""
 
 
 def exact(amount: float | int | str) -> Fraction:
-    """Ray's amount of a resource, as the decimal number that was written. Raises ValueError."""
+    """An amount of a Ray resource as an exact fraction of its decimal text. Raises ValueError."""
     try:
         found = None if isinstance(amount, bool) else Fraction(str(amount))
     except (ValueError, ZeroDivisionError):  # a word, infinity, "1/0"
@@ -34,7 +34,7 @@ def exact(amount: float | int | str) -> Fraction:
 
 
 def part(budget: Budget, gpus: Fraction) -> Budget:
-    """The budget of a worker to which Ray gave so much of a GPU. It is the same if that is one GPU, or several.
+    """The budget of a worker to which Ray assigned `gpus`. Unchanged for one or more whole GPUs.
 
     Raises PlanError if a size becomes less than 2 MiB.
     """
@@ -43,10 +43,10 @@ def part(budget: Budget, gpus: Fraction) -> Budget:
 
 
 def gpus_of(budget: Budget, devices: Sequence[Device]) -> float:
-    """The `num_gpus` of a worker whose own budget it is: its limit as a part of a GPU, rounded up.
+    """The `num_gpus` of a worker with this budget: its limit as a part of a GPU, rounded up.
 
-    A limit in bytes is a part of the smallest of `devices`. Raises PlanError if the budget does not fit on them, and if
-    it says no one part.
+    A limit in bytes is a part of the smallest of `devices`. Raises PlanError if the budget does not fit them, or gives
+    no single part.
     """
     limit = budget.device.limit
     if budget.devices:

@@ -1,9 +1,9 @@
-"""The report of an out-of-memory error, in the error that the caller of a task or of an actor's method gets.
+"""Add the out-of-memory report to the error that the caller of a Ray task or actor method receives.
 
-Ray catches a task's exception in the worker, formats its traceback, and sends both in a `RayTaskError`. There is no
-hook in between. So the constructor of that public class is wrapped, in the worker alone: the text gets the whole
-report. It is then also in what a dead actor's error, Ray's logs and its dashboard say. Where an exception was raised in
-another process, and is only passed on, it has the report of that process.
+Ray catches a task's exception in the worker, formats its traceback, and sends both in a `RayTaskError`. Ray has no hook
+for this. So memguard wraps the constructor of that public class, in workers only, and inserts the whole report into the
+text. The errors of dead actors, Ray's logs and its dashboard then show it too. An exception that this worker only
+forwards already contains the report of the process that raised it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def begin(undo: Undo) -> None:
         original(self, function_name, traceback_str, cause, *args, **kwargs)
 
     def unwrap() -> None:
-        live.clear()  # if somebody wrapped it again, ours then only passes on
+        live.clear()  # if other code wrapped it again, `init` stays and only calls on
         if kind.__init__ is init:
             kind.__init__ = original
 
@@ -50,10 +50,10 @@ def begin(undo: Undo) -> None:
 
 
 def _reported(text: Any, cause: Any) -> Any:
-    """The text with the report, if the exception was raised here: one that came from elsewhere has no traceback."""
+    """The text with the report, if this process raised the exception: a forwarded one has no traceback."""
     if not isinstance(text, str) or not isinstance(cause, Exception) or cause.__traceback__ is None:
         return text
-    report = hooks.seen(cause)
+    report = hooks.report_error(cause)
     if report is None:
         return text
     from memguard._oom.report import full_text

@@ -1,12 +1,12 @@
-"""A budget in one worker process of Ray: armed by its setup hook, applied once Ray has said which GPUs it gets.
+"""Apply a budget in one Ray worker process, once Ray has assigned its GPUs.
 
-The hook runs while the process starts. Only with a task or an actor comes the assignment: Ray sets
-CUDA_VISIBLE_DEVICES and then loads the function. It does the first in `ray._private.utils`, in a function that is
-wrapped here. The budget is applied right after it, before any code of the task. What fails then is raised in the place
-of the task's function, so that the caller gets it.
+The setup hook runs when the process starts, before Ray assigns GPUs. For a task or an actor Ray first sets
+CUDA_VISIBLE_DEVICES, in a function of `ray._private.utils`, and then loads the task's function. memguard wraps the
+former and applies the budget right after it, before any code of the task. If that fails, memguard replaces the task's
+function with one that raises the error, so that the caller receives it.
 
-A task without a GPU (`num_gpus=0`) applies nothing, unless it imports a framework: Ray hides no GPU from it. The same
-holds in a version of Ray that lacks the function.
+Ray hides no GPU from a task with `num_gpus=0`. There memguard applies the budget when the task imports a framework. The
+same holds for a version of Ray without the wrapped function.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from memguard import api
 from memguard._base.blocks import Block
 from memguard._base.logs import log as _log
 from memguard._base.undo import Undo
-from memguard._budget.parts import said_of_a_part
+from memguard._budget.parts import with_part_note
 from memguard._tools.activation import _memguard_environment as environment
 from memguard.errors import DeviceError, PlanError
 from memguard.integrations.ray import reports
-from memguard.integrations.ray.asked import HOOK, Asked
 from memguard.integrations.ray.metrics import Metrics
 from memguard.integrations.ray.parts import exact, part
+from memguard.integrations.ray.request import HOOK, WorkerRequest
 
 if TYPE_CHECKING:
     from memguard._guard.guard import Guard
 
 _ASSIGN = "set_visible_accelerator_ids"
-"""Of `ray._private.utils`: called before each task, and before an actor is made."""
+"""The function of `ray._private.utils` that sets CUDA_VISIBLE_DEVICES before each task and each actor's creation."""
 _FUNCTION = "get_execution_info"
-"""Of Ray's function manager: what Ray calls to get a task's function."""
+"""The method of Ray's function manager that returns a task's function."""
 _LOST = (
     "the job's worker_process_setup_hook, {name}, was given as a function, and would not run: Ray runs one hook in a "
     'process, and this is memguard\'s\n    fix: runtime_env(budget, worker_process_setup_hook="module.function")'
@@ -45,33 +45,33 @@ _LOST = (
 
 
 class Worker:
-    """memguard in this process, from `arm` to `disarm`."""
+    """The budget of this worker process, from `arm` to `disarm`."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-        self._asked: Asked | None = None
+        self._request: WorkerRequest | None = None
         self._undo, self._applied = Undo(), Undo()
         self._gpus: tuple[str, ...] | None = None
         self._finder: environment._Finder | None = None
-        self._why: Exception | None = None
-        self._guarding = self._ran = self._settled = False
+        self._refusal: Exception | None = None
+        self._function_wrapped = self._ran = self._job_hook_ran = False
         self._pid = os.getpid()
 
     def arm(self) -> None:
-        """In the setup hook. Applies nothing, and raises nothing: a worker whose hook fails is started for ever."""
+        """The setup hook. Applies no budget. Never raises: Ray would restart the worker endlessly."""
         self._undo.add("the budget", self._end)
         self._undo.add("the wait for a framework", self._stop_waiting)
         try:
             self._wrap_assignment()
-            asked = Asked.read(self._environ)
-            if asked.setup is not None:
-                _run(asked.setup)
-            self._asked = asked
+            request = WorkerRequest.read(self._environ)
+            if request.setup is not None:
+                _run(request.setup)
+            self._request = request
         except Exception as error:
             self._refuse(error)
 
     def disarm(self) -> None:
-        """Undo it all. If it is interrupted, the next call does what is left."""
+        """Undo all steps. After an interruption the next call runs the remaining ones."""
         self._undo.run()
 
     def _wrap_assignment(self) -> None:
@@ -84,7 +84,7 @@ class Worker:
                 "framework",
                 _ASSIGN,
             )
-            self._wait()
+            self._wait_for_import()
             return
         live = [True]
 
@@ -102,70 +102,70 @@ class Worker:
         self._undo.add("what Ray does before a task", unwrap)
         setattr(utils, _ASSIGN, assign)
 
-    # at a task, on its thread
+    # before a task, on its thread
 
     def _begin_task(self) -> None:
-        asked = self._asked
-        if asked is None:  # it could not be armed, and every task says so
+        request = self._request
+        if request is None:  # `arm` failed, so every task raises its error
             return
         try:
-            self._run_hook_of_job(asked)
+            self._run_hook_of_job(request)
             gpus = _assigned()
             if gpus and gpus != self._gpus:
                 self._end()
-                self._begin(asked, gpus)
+                self._begin(request, gpus)
             elif not gpus and self._gpus is None:
-                self._begin_without(asked)
+                self._begin_without(request)
         except Exception as error:
             self._refuse(error)
         else:
-            self._why, self._ran = None, True
+            self._refusal, self._ran = None, True
 
-    def _run_hook_of_job(self, asked: Asked) -> None:
-        """The one in whose place ours ran, once. Not in our hook: to ask there for the runtime_env crashes Ray 2.60."""
-        if self._settled or asked.setup is not None:
+    def _run_hook_of_job(self, request: WorkerRequest) -> None:
+        """Run the job's own hook, which memguard's replaced, once. Reading runtime_env in `setup` crashes Ray 2.60."""
+        if self._job_hook_ran or request.setup is not None:
             return
         import ray
 
-        self._asked = None  # unless it succeeds
+        self._request = None  # set again below if the hook succeeds
         found = ray.get_runtime_context().runtime_env.get("worker_process_setup_hook")
         if found and found != HOOK:
             if not isinstance(found, str) or "." not in found:
                 raise ValueError(_LOST.format(name=found))
             _run(found)
-        self._asked, self._settled = asked, True
+        self._request, self._job_hook_ran = request, True
 
-    def _begin_without(self, asked: Asked) -> None:
+    def _begin_without(self, request: WorkerRequest) -> None:
         if self._finder is not None:
             return
         if any(name in sys.modules for name in environment.MODULES):
-            self._apply_late(asked)
+            self._apply_late(request)
         else:
-            self._wait()
+            self._wait_for_import()
 
-    def _begin(self, asked: Asked, gpus: tuple[str, ...]) -> None:
+    def _begin(self, request: WorkerRequest, gpus: tuple[str, ...]) -> None:
         import ray
 
         amount = Fraction(1)
-        if asked.whole and gpus:
+        if request.whole and gpus:
             amount = exact(round(ray.get_runtime_context().get_assigned_resources().get("GPU", 1), 4))
-        budget = part(asked.budget, amount)
-        block = memguard.guard(budget, simulate=asked.gpus(gpus))
+        budget = part(request.budget, amount)
+        block = memguard.guard(budget, simulate=request.gpus(gpus))
         self._applied.add("the budget", lambda: block.__exit__(None, None, None))
         try:
-            self._enter(block, asked.job or _name())
+            self._enter(block, request.job or _name())
         except PlanError as error:
-            raise said_of_a_part(error, amount, f"num_gpus={float(amount):g}") from None
+            raise with_part_note(error, amount, f"num_gpus={float(amount):g}") from None
         self._gpus = gpus
         self._stop_waiting()
 
     def _enter(self, block: Block[Guard], job: str) -> None:
-        if not block.__enter__().active:  # switched off: the log says why
+        if not block.__enter__().active:  # MEMGUARD_DISABLE: the log has the reason
             return
         session = api.current_session()
         metrics = Metrics(session, job)
-        session.undo.add("the figures in Ray's metrics", metrics.end)  # also where the program ends the budget
-        watch = memguard.on_sample(metrics.tell)
+        session.undo.add("the figures in Ray's metrics", metrics.end)  # also if the program ends the budget
+        watch = memguard.on_sample(metrics.update)
         self._applied.add("the samples for Ray's metrics", watch.remove)
         reports.begin(self._applied)
 
@@ -173,9 +173,9 @@ class Worker:
         self._applied.run()
         self._gpus = None
 
-    # without a GPU of Ray's
+    # without a GPU from Ray
 
-    def _wait(self) -> None:
+    def _wait_for_import(self) -> None:
         self._finder = environment._Finder(self._on_import)
         sys.meta_path = [self._finder, *sys.meta_path]
 
@@ -185,15 +185,15 @@ class Worker:
             environment._leave(finder)
 
     def _on_import(self) -> None:
-        """A task imports a framework, on its thread. What this raises fails the import, and the next one too."""
-        asked = self._asked
-        if asked is not None and self._gpus is None and os.getpid() == self._pid:
-            self._apply_late(asked)
+        """Called on a task's thread when it imports a framework. An error fails this import, and the next one too."""
+        request = self._request
+        if request is not None and self._gpus is None and os.getpid() == self._pid:
+            self._apply_late(request)
 
-    def _apply_late(self, asked: Asked) -> None:
+    def _apply_late(self, request: WorkerRequest) -> None:
         gpus = _assigned()
         try:
-            self._begin(asked, gpus)
+            self._begin(request, gpus)
         except DeviceError as error:
             self._applied.run()
             if gpus or not error.missing:
@@ -203,53 +203,53 @@ class Worker:
             self._applied.run()
             raise
 
-    # what cannot be applied
+    # failures
 
     def _refuse(self, error: Exception) -> None:
-        """Raise it in the place of the task's function."""
+        """Make tasks raise the error in place of their function."""
         from ray._private.worker import global_worker
 
         self._applied.run()
-        self._why = error.with_traceback(None)  # whose frames would live as long as the worker
+        self._refusal = error.with_traceback(None)  # its frames would stay alive as long as the worker
         manager: Any = getattr(global_worker, "function_actor_manager", None)
         original: Callable[..., Any] | None = getattr(manager, _FUNCTION, None)
-        if self._guarding:
+        if self._function_wrapped:
             return
-        if original is None or self._ran:  # or Ray has kept functions of tasks that went well
-            raise error  # Ray ends the worker, and logs the text
+        if original is None or self._ran:  # `_ran`: Ray may have cached functions of earlier tasks
+            raise error  # Ray logs it and ends the worker
 
         def info(*args: Any, **kwargs: Any) -> Any:
             found = original(*args, **kwargs)
-            return found._replace(function=self._guarded(found.function)) if self._why is not None else found
+            return found._replace(function=self._or_refused(found.function)) if self._refusal is not None else found
 
         self._undo.add("the refusal of tasks", lambda: vars(manager).pop(_FUNCTION, None))
-        self._guarding = True
+        self._function_wrapped = True
         setattr(manager, _FUNCTION, info)
 
-    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _or_refused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def refused(*args: Any, **kwargs: Any) -> Any:
-            if self._why is not None:
-                raise self._why.with_traceback(None)  # whose frames are all memguard's
+            if self._refusal is not None:
+                raise self._refusal.with_traceback(None)  # its frames are all memguard's
             return function(*args, **kwargs)
 
         return refused
 
 
 def _run(name: str) -> None:
-    """A hook, `module.function`."""
+    """Run a hook, given as `module.function`."""
     module, _, function = name.rpartition(".")
     getattr(importlib.import_module(module), function)()
 
 
 def _assigned() -> tuple[str, ...]:
-    """The GPUs that Ray gave to this worker, by their numbers on the node."""
+    """The GPUs that Ray assigned to this worker, by their numbers on the node."""
     import ray
 
     return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
 
 def _name() -> str:
-    """What runs here: the class of the actor, or the function of the task. A process serves one, if it has a GPU."""
+    """The name of the actor's class or the task's function. A worker with a GPU serves only one."""
     import ray
 
     context = ray.get_runtime_context()

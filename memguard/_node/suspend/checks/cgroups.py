@@ -54,7 +54,7 @@ _V1 = _Version(
 
 def limits(root: str, pid: int) -> tuple[Limit, ...] | None:
     """Each limit on the memory of a process, the tightest first; empty if there is none, None if unknown."""
-    if proc.text(proc.of(root, pid, "cgroup")) is None:
+    if proc.text(proc.path_of(root, pid, "cgroup")) is None:
         return None
     found: list[Limit] = []
     for controller, folder in _folders(root, pid):
@@ -103,7 +103,7 @@ def _folders(root: str, pid: int) -> Iterator[tuple[str, str | None]]:
     None for a folder: the process lies outside what is mounted here, so that its limits cannot be seen.
     """
     mounts = list(_mounts(root))
-    for line in (proc.text(proc.of(root, pid, "cgroup")) or "").splitlines():
+    for line in (proc.text(proc.path_of(root, pid, "cgroup")) or "").splitlines():
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
         for controller, begin, point in mounts:

@@ -251,7 +251,7 @@ def _children(
     A child that was only forked has its parent's mappings and no context: then libcuda lies at the same address, which
     a program that was started anew gets only by chance.
     """
-    family = proc.family(root, pid)
+    family = proc.descendants(root, pid)
     if family is None:
         return None
     found = []

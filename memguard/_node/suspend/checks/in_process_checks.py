@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple
 
-from memguard._base import specs
 from memguard._devices import contexts, streams
+from memguard._frameworks import specs
 from memguard._frameworks.optional_modules import InProcess, Modules, Objects, Question, count
 from memguard._node.suspend.gates import native_threads, tables
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 from memguard._base.text import visible
 from memguard._base.units import MIB, format_size
@@ -41,10 +41,49 @@ Code = Literal[
     "cgroup-memory",
 ]
 CODES: tuple[str, ...] = get_args(Code)
-OLDEST = 570
-"""The first driver with cuCheckpointProcess*."""
-OLDEST_ARM = 595
-"""The first that does it on ARM (documented); before, it locks the process and then says not supported (801)."""
+ARM = ("aarch64", "arm64")
+
+
+class DriverRule(NamedTuple):
+    """A refusal for the drivers from major version `since` to before `until` (None: every later one so far).
+
+    `machines`: those of `uname -m` that it applies to; none: all. `source` is for people.
+    """
+
+    code: Code
+    since: int
+    until: int | None
+    source: str
+    machines: tuple[str, ...] = ()
+
+    def applies(self, driver: int | None, machine: str | None) -> bool:
+        """Whether it refuses on this driver. An unknown driver is refused only what every driver is refused."""
+        if self.machines and machine not in self.machines:
+            return False
+        if driver is None:
+            return self.until is None
+        return driver >= self.since and (self.until is None or driver < self.until)
+
+
+BY_DRIVER: Mapping[Code, DriverRule] = {
+    rule.code: rule
+    for rule in (
+        DriverRule("driver-too-old", 0, 570, "NVIDIA/cuda-checkpoint, 570 Features: the driver's functions"),
+        DriverRule("architecture", 570, 595, "NVIDIA/cuda-checkpoint, issue 51: 801 after the lock on 580", ARM),
+        DriverRule("mig", 0, None, "NVIDIA/cuda-checkpoint, issue 42"),
+        DriverRule("managed-memory", 0, None, "measured, 580: 801; gpunap, 595: the context is lost"),
+        DriverRule(
+            "cuda-ipc",
+            0,
+            None,
+            "measured, 580: the restore fails with error 1. From 610 only for the processes of one `cuda-checkpoint "
+            "--launch-job`, suspended together (NVIDIA/cuda-checkpoint, issues 43 and 56; google/gvisor, pull request "
+            "13987), and memguard suspends one process at a time",
+        ),
+        DriverRule("nccl", 0, None, "gpunap: aborts on 595, passes on 580"),
+    )
+}
+"""The refusals that depend on the driver. `docs/suspend.md` shows this table."""
 _GROWTH, _SPARE = (21, 20), 256 * MIB
 """Measured on an H200: RssAnon grew by 1.05 bytes for each byte that left the GPU. The spare bytes are a choice."""
 _IGNORE = 'if the machine gets more when it is needed: `suspend: {host_memory: ignore}`, or host_memory="ignore"'
@@ -90,6 +129,7 @@ def machine(
 ) -> tuple[Reason, ...]:
     """What makes it impossible on this machine, for any process. The doctor asks this too."""
     found = [*_wsl(wsl), *([] if wsl else _old(driver, calls, architecture))]
+    mig = mig if BY_DRIVER["mig"].applies(_major(driver), architecture) else ()
     return (*found, *_parts(mig, vgpu, unified))
 
 
@@ -141,23 +181,24 @@ def _wsl(wsl: bool | None) -> Iterator[Reason]:
 
 def _old(driver: str | None, calls: bool | None, architecture: str | None) -> Iterator[Reason]:
     major = _major(driver)
-    if major is not None and major < OLDEST:
+    oldest, arm = BY_DRIVER["driver-too-old"].until, BY_DRIVER["architecture"]
+    if BY_DRIVER["driver-too-old"].applies(major, architecture):
         yield _reason(
             "driver-too-old",
-            f"the NVIDIA driver is {_clean(driver)}, and only {OLDEST} and later can suspend a process",
-            f"install a driver of {OLDEST} or later and reboot (`nvidia-smi` says which one is loaded)",
+            f"the NVIDIA driver is {_clean(driver)}, and only {oldest} and later can suspend a process",
+            f"install a driver of {oldest} or later and reboot (`nvidia-smi` says which one is loaded)",
         )
     elif calls is False:
         yield _reason(
             "driver-too-old",
             "libcuda has no cuCheckpointProcess* functions: it is older than CUDA 12.8, or not the driver's own",
-            f"install a driver of {OLDEST} or later; in a container remove its own libcuda.so.1 (cuda-compat)",
+            f"install a driver of {oldest} or later; in a container remove its own libcuda.so.1 (cuda-compat)",
         )
-    if architecture in ("aarch64", "arm64") and major is not None and OLDEST <= major < OLDEST_ARM:
+    if arm.applies(major, architecture):
         yield _reason(
             "architecture",
-            f"the driver {_clean(driver)} cannot suspend processes on ARM ({architecture}), {OLDEST_ARM} and later can",
-            f"install a driver of {OLDEST_ARM} or later and reboot",
+            f"the driver {_clean(driver)} cannot suspend processes on ARM ({architecture}), {arm.until} and later can",
+            f"install a driver of {arm.until} or later and reboot",
         )
 
 
@@ -269,7 +310,7 @@ def _native(facts: Facts) -> Iterator[Reason]:
 
 
 def _managed(facts: Facts) -> Iterator[Reason]:
-    if facts.uvm is not None and facts.uvm > 1:
+    if facts.uvm is not None and facts.uvm > 1 and _applies("managed-memory", facts):
         yield _reason(
             "managed-memory",
             f"it uses managed memory (/dev/nvidia-uvm is mapped {facts.uvm} times, once without): the driver cannot "
@@ -280,7 +321,7 @@ def _managed(facts: Facts) -> Iterator[Reason]:
 
 
 def _shared(facts: Facts) -> Iterator[Reason]:
-    if facts.ipc:
+    if facts.ipc and _applies("cuda-ipc", facts):
         yield _reason(
             "cuda-ipc",
             f"GPU memory is shared with other processes ({_list(facts.ipc)}): who has opened another's is lost when "
@@ -291,7 +332,7 @@ def _shared(facts: Facts) -> Iterator[Reason]:
 
 
 def _nccl(facts: Facts) -> Iterator[Reason]:
-    if facts.nccl:
+    if facts.nccl and _applies("nccl", facts):
         yield _reason(
             "nccl",
             f"NCCL has communicators here ({_list(facts.nccl)}): the others would wait for it, and its threads may "
@@ -390,6 +431,10 @@ _CHECKS: tuple[Callable[[Facts], Iterator[Reason]], ...] = (
     _profiled,
     _children,
 )
+
+
+def _applies(code: Code, facts: Facts) -> bool:
+    return BY_DRIVER[code].applies(_major(facts.driver), facts.machine)
 
 
 def _reason(code: Code, reason: str, remedy: str) -> Reason:

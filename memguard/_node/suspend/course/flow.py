@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from memguard._base.advice import Advice
 from memguard._base.units import MIB, format_size
+from memguard._devices.checkpoint import IN_PROGRESS
 from memguard._node.identity import Process, anonymous_bytes, stopped
 from memguard._node.suspend.course import bytes_left, end_of_wait, messages, settling
 from memguard._node.suspend.course.room import bytes_of, short
@@ -146,6 +147,8 @@ def free_now(
     yield None
 
 
+_AGAIN = 0.1
+"""Seconds between two questions for the state while an operation is in progress."""
 _NO_NVML = Advice("NVML does not say how much memory it has on which GPU", "run `nvidia-smi` and check the driver")
 
 
@@ -218,7 +221,7 @@ class _Flow:
     def _done(self, step: Do, course: Course) -> Answer:
         client, process, limits = self.client, self.process, self.limits
         if step is Do.ASK:
-            return client.state(process, self._patience(course))
+            return self._asked(course)
         if step is Do.LOCK:
             self.before, self.host = client.usage(), anonymous_bytes(process)
             if self.before is None:  # then nobody could tell whether there is room for it to come back
@@ -232,6 +235,17 @@ class _Flow:
         if step is Do.CHECKPOINT:
             return client.checkpoint(process, limits.of_copy(self.needs))
         return client.unlock(process, limits.unlock)
+
+    def _asked(self, course: Course) -> Answer:
+        """The state, once the operation in progress has ended. Older drivers wait for that themselves."""
+        until = time.monotonic() + (patience := self._patience(course))
+        while True:
+            answer = self.client.state(self.process, patience)
+            if answer.state not in IN_PROGRESS or (course.goal is Goal.OFF and not course.touched):
+                return answer
+            if (patience := until - time.monotonic()) <= 0:
+                return Answer(None, trouble="timeout")
+            time.sleep(min(_AGAIN, patience))
 
     def _patience(self, course: Course) -> float:
         """Seconds for the state to be asked: it waits while an operation is under way, also of one who has died."""

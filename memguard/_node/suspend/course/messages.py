@@ -98,6 +98,8 @@ _STATES = {
     State.LOCKED: "it is locked: its CUDA calls wait",
     State.CHECKPOINTED: "it was off its GPUs when the driver was asked last",
     State.FAILED: "the driver says that it failed",
+    State.CHECKPOINTING: "the driver is moving its memory to the host",
+    State.RESTORING: "the driver is restoring it",
 }
 _KNOWN: dict[tuple[Do, int | None], tuple[str, Remedy]] = {
     (Do.ASK, driver.NOT_INITIALIZED): ("it has not used CUDA", Remedy("nothing is to be done: it has no GPU memory")),

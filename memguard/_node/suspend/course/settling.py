@@ -61,7 +61,7 @@ def wait(pid: int, least: float, cancel: threading.Event | None = None, longest:
 
 def threads(pid: int, root: str = "/") -> dict[int, Thread]:
     """A process's threads by TID, without the caller; none if there is no such process."""
-    folder, found = proc.of(root, pid, "task"), {}
+    folder, found = proc.path_of(root, pid, "task"), {}
     with contextlib.suppress(OSError, ValueError):
         for tid in map(int, os.listdir(folder)):
             said = proc.text(os.path.join(folder, str(tid), "stat")) or ""

@@ -122,7 +122,9 @@ class Course:
         return replace(self._because(answer, Do.ASK), given_up=True)
 
     def _asked(self, answer: Answer) -> Course:
-        if answer.code == driver.SUCCESS and answer.state is not None:
+        if answer.state in driver.IN_PROGRESS and self.goal is Goal.OFF and not self.touched:
+            return self._because(answer, End.UNTOUCHED)  # another's work
+        if answer.code == driver.SUCCESS and answer.state is not None and answer.state not in driver.IN_PROGRESS:
             known = replace(self, silent=0, long=False, state=answer.state)
             return known._known_off(answer.state) if self.goal is Goal.OFF else known._known_on(answer.state)
         if not self.touched:

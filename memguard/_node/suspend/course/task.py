@@ -57,11 +57,12 @@ class Task(Generic[T]):
         """What the work returned; None if it has failed."""
         return self._found[0] if self._found else None
 
-    def wait(self, tell: Callable[[Any], object] | None = None) -> T:
+    def wait(self, tell: Callable[[Any], object] | None = None, after: Callable[[], object] | None = None) -> T:
         """The result, or its error. `tell` is called on this thread with what the work hands over.
 
-        An interruption asks the work to stop, and is raised when it has ended, in place of its error. `result` has what
-        it returned all the same.
+        `after` is called on this thread once the work has ended, and again if an interruption comes into it: it does
+        what is left. An interruption asks the work to stop, and is raised when all has ended, in place of its error.
+        `result` has what it returned all the same.
         """
         thread = threading.Thread(target=self._run, name="memguard-suspend", daemon=True)
         begun = False
@@ -73,6 +74,8 @@ class Task(Generic[T]):
                 while not self._done.wait(_SLICE):
                     while self._calls.told and tell is not None:
                         tell(self._calls.told.popleft())
+                if after is not None:
+                    after()
                 break
             except BaseException as error:
                 if thread.ident is None:  # it never began: the interpreter ends, or has no more threads

@@ -228,9 +228,9 @@ class Helper:
     def _room(self) -> Any:
         with self._opening:
             if self._holder is None:
-                from memguard._devices.checkpoint import Holder
+                from memguard._devices.checkpoint import MemoryPlaceholder
 
-                self._holder = Holder()
+                self._holder = MemoryPlaceholder()
             return self._holder
 
     def _release(self) -> None:

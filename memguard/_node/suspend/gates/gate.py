@@ -26,7 +26,7 @@ from typing import Any
 from memguard._base.logs import log as _log
 from memguard._base.undo import Undo
 from memguard._frameworks.import_hook import _Loader, enter, leave
-from memguard._frameworks.optional_modules import Entry, Gates, Touches
+from memguard._frameworks.optional_modules import GatedFunction, Gates, Touches
 from memguard._node.suspend.gates import native_threads
 from memguard._node.suspend.gates.keepalive import Kept
 from memguard._node.suspend.gates.replaced import holders, swap
@@ -74,7 +74,7 @@ class Gate:
         for table in chosen:
             if table.hook not in sys.modules:
                 continue
-            left += table.left
+            left += table.not_gated
             for entry in table.waits:
                 left += self._replace(entry, self._waits)
             for entry in table.later:
@@ -86,13 +86,17 @@ class Gate:
         if left:
             _log.debug("suspend: not gated: %s", "; ".join(left))
 
-    def open(self) -> None:
+    def lift(self) -> None:
         """Let those who wait go on, and put everything back. A second call goes on where an interrupted one stopped."""
         self.closed = False
         for door in [*self._waiting]:
             with contextlib.suppress(RuntimeError):  # it has gone on already
                 door.release()
         self._undo.run()
+
+    def open(self) -> None:
+        """Lift it, then run the finalizers that it deferred and destroy what it kept, on this thread. As `lift`."""
+        self.lift()
         while self._later:
             call = self._later.pop(0)
             try:
@@ -131,7 +135,7 @@ class Gate:
         finally:
             self._waiting.remove(door)
 
-    def _replace(self, entry: Entry, wrap: Callable[..., Callable[..., Any]]) -> list[str]:
+    def _replace(self, entry: GatedFunction, wrap: Callable[..., Callable[..., Any]]) -> list[str]:
         """Replace what the entry names. A sentence for each that stays as it was."""
         found = holders(entry.name, entry.but)
         if not found and not entry.optional:
@@ -161,10 +165,10 @@ class Gate:
 
 
 def close(owner: int | None = None, undo: Undo | None = None, given: Iterable[Gates] | None = None) -> Gate:
-    """Close a gate. `undo` gets the step that opens it, before anything is replaced: for who may be interrupted."""
+    """Close a gate. `undo` gets the step that lifts it, before anything is replaced: for who may be interrupted."""
     gate = Gate(owner)
     if undo is not None:
-        undo.add("the gate", gate.open)
+        undo.add("the gate", gate.lift)
     try:
         gate.close(given)
     except BaseException:

@@ -28,7 +28,7 @@ class Kept:
         for table in tables:
             if table.hook not in sys.modules:
                 continue
-            for kind in table.kept:
+            for kind in table.kept_alive:
                 for owner, name, _ in holders(kind.name):
                     _with_subclasses(vars(owner)[name], kind.which, kinds)
             if table.holds is not None:

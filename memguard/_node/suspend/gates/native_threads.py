@@ -20,7 +20,7 @@ from memguard._base.logs import log as _log
 from memguard._base.undo import Undo
 from memguard._devices import c_functions, libcuda, proc
 from memguard._devices.c_functions import Region, regions
-from memguard._frameworks.optional_modules import Gates, Native
+from memguard._frameworks.optional_modules import Gates, NativeThread
 
 _DONE = "pthread_condattr_destroy"
 """A C function that returns 0 and touches nothing, whatever it is given: in glibc and in musl this one does."""
@@ -42,11 +42,11 @@ def unheld(tables: Iterable[Gates]) -> Iterator[str]:
 
 def seen(root: str, pid: int, tables: Iterable[Gates]) -> tuple[str, ...] | None:
     """From outside: the libraries of a process that have such a thread. None if its maps cannot be read."""
-    maps = proc.text(proc.of(root, pid, "maps"))
+    maps = proc.text(proc.path_of(root, pid, "maps"))
     if maps is None:
         return None
     rows = [(table.hook, native) for table in tables for native in table.natives]
-    inside = proc.of(root, pid, "root")
+    inside = proc.path_of(root, pid, "root")
     return tuple(
         f"{hook}: {native.library}"
         for hook, native in rows
@@ -63,20 +63,20 @@ def hold(tables: Iterable[Gates], undo: Undo) -> tuple[str, ...]:
     for hook, native, found in _loaded(tables):
         places = slots(native, found)
         for place in places:
-            _answer(place, native.asks, undo)
+            _answer(place, native.polls, undo)
         if not places and native.live() and has_thread(native, found):
             left.append(f"{hook}: {native.library}")
     return tuple(left)
 
 
-def slots(native: Native, found: Iterable[Region]) -> list[int]:
+def slots(native: NativeThread, found: Iterable[Region]) -> list[int]:
     """Where in its memory the library keeps the address of the driver's function."""
     cuda = libcuda.opened(libcuda.NAME)
-    address = None if cuda is None else libcuda.address(cuda, native.asks)
+    address = None if cuda is None else libcuda.address(cuda, native.polls)
     return c_functions.pointers_to(found, address) if address else []
 
 
-def has_thread(native: Native, found: Iterable[Region]) -> bool:
+def has_thread(native: NativeThread, found: Iterable[Region]) -> bool:
     """Whether this version of the library has that thread: by the thread's name among its texts."""
     return any(_contains(one.path, one.offset, one.end - one.start, native.thread) for one in found)
 
@@ -97,7 +97,7 @@ def _contains(path: str, offset: int, size: int, text: bytes) -> bool:
         return True
 
 
-def _held(native: Native, found: list[Region]) -> bool:
+def _held(native: NativeThread, found: list[Region]) -> bool:
     """Whether its question can be answered, or is never asked; waits for the first time if there is such a thread."""
     if not has_thread(native, found):
         return True
@@ -123,7 +123,7 @@ def _give_back(place: int, answer: int, before: int | None) -> None:
         c_functions.write_pointer(place, before)
 
 
-def _loaded(tables: Iterable[Gates]) -> Iterator[tuple[str, Native, list[Region]]]:
+def _loaded(tables: Iterable[Gates]) -> Iterator[tuple[str, NativeThread, list[Region]]]:
     """Each of those libraries whose framework is imported here: the framework, and what of it is in memory."""
     rows = [(table.hook, native) for table in tables if table.hook in sys.modules for native in table.natives]
     maps = (proc.text("/proc/self/maps") or "") if rows else ""

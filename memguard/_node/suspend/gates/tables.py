@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from memguard._base import specs
+from memguard._frameworks import specs
 from memguard._frameworks.optional_modules import Gates
 
 
-def tables() -> Iterator[Gates]:
+def tables() -> list[Gates]:
     """Each table: the `GATES` of each `gates.py` in a folder of `_frameworks/`. They are data."""
-    for module in specs.modules("gates"):
-        yield from module.GATES
+    return [table for module in [*specs.modules("gates")] for table in module.GATES]

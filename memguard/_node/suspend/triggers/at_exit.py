@@ -17,18 +17,21 @@ from typing import Any
 from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
+from memguard._devices import suspension
+from memguard._devices.phase import Phase
 from memguard.errors import MemguardError
 
 PATIENCE = 60.0
 """Seconds that an exit waits for room on the GPUs."""
-_wanted: Callable[[float], None] | None = None
-"""Brings the process back within so many seconds; None while it is on its GPUs."""
 _asked: list[object] = []
 """What `sys.exit` was called with last: Python does not tell its exit functions. Of `raise SystemExit` nobody knows."""
 
 
 class _Exit:
-    """In the place of `sys.exit` while the process is suspended."""
+    """In the place of `sys.exit` while the process is suspended: Python tells no exit function the status.
+
+    It would only be known from C: the status is a local variable of `Py_Exit` while the exit functions run.
+    """
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self.original = original
@@ -40,9 +43,7 @@ class _Exit:
 
 def arrange(bring_back: Callable[[float], None]) -> None:
     """From now on an exit calls `bring_back` first, with the seconds that it may take. It raises if it fails."""
-    global _wanted
-    _wanted = bring_back
-    _register(os.getpid())
+    _register(os.getpid(), bring_back)
     _asked.clear()
     if not isinstance(sys.exit, _Exit):
         sys.exit = _Exit(sys.exit)
@@ -50,26 +51,23 @@ def arrange(bring_back: Callable[[float], None]) -> None:
 
 def dismiss() -> None:
     """It is back: an exit is an exit."""
-    global _wanted
-    _wanted = None
     if isinstance(sys.exit, _Exit):
         sys.exit = sys.exit.original
 
 
 @functools.cache
-def _register(pid: int) -> None:
+def _register(pid: int, bring_back: Callable[[float], None]) -> None:
     """Once in a process. Before Python waits for threads, and before the exit functions of earlier modules."""
+    at_exit = functools.partial(_at_exit, bring_back)
     first: Callable[[Any], None] | None = getattr(threading, "_register_atexit", None)
     if first is not None:
-        first(_at_exit)
-    life.at_exit(life.Rank.SUSPENSION, _at_exit)
+        first(at_exit)
+    life.at_exit(life.HookOrder.SUSPENSION, at_exit)
 
 
-def _at_exit() -> None:
-    bring_back = _wanted
-    if bring_back is None:
+def _at_exit(bring_back: Callable[[float], None]) -> None:
+    if suspension.phase() is Phase.RUNNING:
         return
-    dismiss()
     try:
         bring_back(PATIENCE)
         return

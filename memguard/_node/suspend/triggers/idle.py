@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import Thread
 from typing import NamedTuple
 
@@ -16,8 +16,10 @@ from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.units import format_duration
 from memguard._devices import suspension
+from memguard._devices.nvml import Nvml
+from memguard._runtime.runtime import this
 from memguard._runtime.sampler import Flag
-from memguard.errors import CannotSuspend
+from memguard.errors import CannotSuspend, MemguardError
 
 LOOK = 1.0
 """Seconds between two looks, at most. NVML keeps the utilisation of a process for some seconds only."""
@@ -147,6 +149,40 @@ class Watcher:
             self._say(text)
         else:
             _log.info("suspend: %s", text)
+
+
+class Usage:
+    """Whether a process, this one unless `pid` is another, has used a GPU since that was asked last, by NVML."""
+
+    def __init__(self, nvml: Nvml | None = None, pid: int | None = None) -> None:
+        self._nvml, self._of = nvml or Nvml(), pid
+        self._uuids: list[str] = []
+        self._stamps: dict[str, int] = {}
+
+    def __call__(self) -> bool | None:
+        """None if NVML does not say: also where it does not name the process, as in another PID namespace."""
+        if simulated():
+            return None
+        try:
+            answers = [*self._answers(self._of or os.getpid())]
+        except MemguardError:  # also Suspended, if another thread suspends the process just now
+            self._uuids = []
+            return None
+        return True if True in answers else None if not answers or None in answers else False
+
+    def _answers(self, pid: int) -> Iterator[bool | None]:
+        """Of each GPU on which NVML names this process."""
+        self._uuids = self._uuids or [device.uuid for device in self._nvml.devices()]
+        for uuid in self._uuids:
+            if pid in self._nvml.processes(uuid):
+                used, self._stamps[uuid] = self._nvml.used_since(uuid, pid, self._stamps.get(uuid, 0))
+                yield used
+
+
+def simulated() -> bool:
+    """Whether the GPUs of the active budget are simulated."""
+    session = this.session
+    return session is not None and session.guard.active and session.guard.host.simulated
 
 
 def _off() -> bool:

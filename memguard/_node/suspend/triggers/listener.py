@@ -1,6 +1,6 @@
 """Other processes of this user may ask this one to suspend itself, if its budget says `suspend: {by_others: true}`.
 
-At its socket (`sockets`) one short message is a request, one is the answer:
+At its socket (`sockets`) one short message is a request (`requests`), one is the answer:
 
     {"memguard": 1, "op": "suspend"}    {"memguard": 1, "done": true, "bytes": {…}, "seconds": 0.7}
     {"memguard": 1, "op": "leave"}      the same, for one that waits for its lease: only if it has nothing to do
@@ -23,26 +23,19 @@ from memguard._base import life
 from memguard._base.logs import log as _log
 from memguard._base.logs import text_of
 from memguard._base.undo import Undo
-from memguard._base.units import is_whole
-from memguard._node.identity import Process, folder, this_process
+from memguard._node.identity import folder, this_process
 from memguard._node.leases.registry import Budgeted
-from memguard._node.suspend import HostMemory, sockets
+from memguard._node.suspend import sockets
+from memguard._node.suspend.requests import REASON, TEXT, VERSION, path_of
 from memguard._node.suspend.store import records
-from memguard._node.suspend.types import Suspension
+from memguard._node.suspend.types import TIMEOUT, HostMemory, Suspension
 from memguard._runtime.extensions import Extension
 from memguard.errors import MemguardError, Suspended
 from memguard.exchange.ipc import wire
 
 if TYPE_CHECKING:
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
-VERSION = 1
-KIND = "listen"
-"""How the socket's name begins."""
-ANSWER = 600.0
-"""Seconds in which the answer must come: the GPUs' work ends first, and the copy takes as long as it takes."""
-_TEXT, _REASON = 2000, 300
-"""Characters of an answer's text, and of its reason alone: in JSON each takes up to 6 bytes of a message's 16 KiB."""
 _OPS = ("suspend", "leave", "state")
 _NOT = {
     "suspend": "its budget does not allow it, or its GPUs are simulated, and hold no memory",
@@ -80,11 +73,11 @@ class Listener:
             found = ask()
         except MemguardError as error:
             already = isinstance(error, Suspended)
-            text, reason = str(error)[:_TEXT], error.advice.reason[:_REASON]
+            text, reason = str(error)[:TEXT], error.advice.reason[:REASON]
             return {"done": False, "text": text, "reason": reason, "suspended": already}
         except BaseException as error:
             _log.warning("the process could not suspend itself: %s", text_of(error))
-            return {"done": False, "text": text_of(error)[:_TEXT], "suspended": False}
+            return {"done": False, "text": text_of(error)[:TEXT], "suspended": False}
         return {"done": True, "bytes": dict(found.bytes), "seconds": float(found.seconds)}
 
 
@@ -100,10 +93,6 @@ def _op(message: Mapping[str, Any]) -> str:
     if message.get("memguard") != VERSION or set(message) != {"memguard", "op"} or op not in _OPS:
         raise wire.BadMessage("it is not a request")
     return str(op)
-
-
-def path_of(process: Process, where: str | None = None) -> str:
-    return sockets.path_of(KIND, process, where)
 
 
 _active: list[Undo] = []
@@ -144,7 +133,7 @@ def start(ask: Ask | None, budget: str = "", simulated: bool = False, leave: Ask
 class Reachable(Extension):
     """`memguard ps` shows the budget, and `memguard suspend PID` asks this process, if the budget allows it."""
 
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         budget, suspend = session.guard.budget, session.guard.budget.suspend
         assert suspend is not None
         leased = session.lease is not None and suspend.on_demand is not None
@@ -159,9 +148,7 @@ def of_budget(source: str, by_others: bool, host_memory: HostMemory, undo: Undo,
 
     `lease`: it has one, and leaves its GPUs for those that wait for it.
     """
-    from memguard._node import suspend
-
-    ask = functools.partial(suspend.suspend, why="by_others", host_memory=host_memory) if by_others else None
+    ask = functools.partial(_suspend, host_memory == "ignore") if by_others else None
     try:
         started = start(ask, os.path.basename(source) or "budget", leave=_leave if lease else None)
     except (OSError, MemguardError) as error:
@@ -183,6 +170,13 @@ def of_simulated(source: str, undo: Undo, lease: bool = False) -> None:
         _log.debug("other processes cannot see this budget: %s", text_of(error))
 
 
+def _suspend(ignore_host_memory: bool) -> Suspension:
+    from memguard._node.suspend import self_suspend
+    from memguard._node.suspend.triggers import notebook_cells
+
+    return self_suspend.suspend(TIMEOUT, "by_others", notebook_cells.owner(), ignore_host_memory)
+
+
 def _leave() -> Suspension:
     from memguard._node.suspend.triggers import for_lease
 
@@ -191,62 +185,11 @@ def _leave() -> Suspension:
 
 @functools.cache
 def _prepare() -> None:
-    life.at_exit(life.Rank.TOLD, _end)
-    life.at_fork(life.Rank.TOLD, child=_end)
+    life.at_exit(life.HookOrder.ENDPOINTS, _end)
+    life.at_fork(life.HookOrder.ENDPOINTS, child=_end)
 
 
 def _end() -> None:
     """At the exit, and in a forked child, where only the child's copies are closed."""
     for undo in tuple(_active):
         undo.run()
-
-
-def tidy(where: str | None = None) -> None:
-    """Remove the sockets that nobody listens at any more."""
-    sockets.tidy(KIND, where)
-
-
-class RefusedError(MemguardError):
-    """The process says no. `suspended`: because it is suspended already. `reason`: the first one, without its fix."""
-
-    def __init__(self, text: str, suspended: bool = False, reason: str = "") -> None:
-        self.suspended, self.reason = suspended, reason or text
-        super().__init__(text)
-
-
-class SilentError(MemguardError):
-    """The process gave no answer."""
-
-
-def request(process: Process, op: str = "suspend", *, seconds: float = ANSWER, where: str | None = None) -> Any:
-    """Ask a process. Its answer, checked: for `suspend` `(bytes, seconds)`, for `state` the step.
-
-    Raises RefusedError; SilentError if it does not listen, is not the process that it claims to be, or does not answer.
-    """
-    try:
-        with sockets.connected(KIND, process, where) as connection:
-            wire.send(connection, {"memguard": VERSION, "op": op})
-            message = sockets.received(connection, seconds)
-        return _checked(message, op)
-    except (OSError, EOFError, wire.BadMessage) as error:
-        raise SilentError(f"process {process.pid} does not answer: {text_of(error)}") from None
-
-
-def _checked(message: Mapping[str, Any], op: str) -> Any:
-    if message.get("memguard") != VERSION:
-        raise wire.BadMessage("it is not an answer")
-    if message.get("done") is False:
-        text, reason, suspended = message.get("text"), message.get("reason"), message.get("suspended")
-        if not isinstance(text, str):
-            raise wire.BadMessage("it refuses without a text")
-        raise RefusedError(text[:_TEXT], suspended is True, reason[:_REASON] if isinstance(reason, str) else "")
-    if message.get("done") is not True:
-        raise wire.BadMessage("it is not an answer")
-    if op == "state":
-        if message.get("step") not in ("running", "suspended"):
-            raise wire.BadMessage("its state is unknown")
-        return message["step"]
-    sizes, spent = message.get("bytes"), message.get("seconds")
-    if not isinstance(sizes, dict) or not all(map(is_whole, sizes.values())) or not isinstance(spent, (int, float)):
-        raise wire.BadMessage("its figures are malformed")
-    return sizes, float(spent)

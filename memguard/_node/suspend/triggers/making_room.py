@@ -13,18 +13,16 @@ from typing import TYPE_CHECKING
 
 from memguard._base.logs import log as _log
 from memguard._base.units import format_size
-from memguard._devices import suspension
 from memguard._node.identity import Process, machine
 from memguard._node.leases import choose, store
 from memguard._node.leases.lease import Lease
 from memguard._node.leases.types import Claim
-from memguard._node.suspend.triggers import listener
-from memguard._node.suspend.triggers.idle import Look, idle_for
-from memguard._node.suspend.triggers.when_idle import Usage
+from memguard._node.suspend import requests
+from memguard._node.suspend.triggers.idle import Look, Usage, idle_for
 from memguard._runtime.extensions import Extension
 
 if TYPE_CHECKING:
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
 EVERY = 1.0
 """Seconds between two looks at what the others do."""
@@ -34,19 +32,24 @@ Request = Callable[[Process], "tuple[dict[str, int], float]"]
 
 
 def _request(process: Process) -> tuple[dict[str, int], float]:
-    found: tuple[dict[str, int], float] = listener.request(process, "leave")
+    found: tuple[dict[str, int], float] = requests.request(process, "leave")
     return found
 
 
 class SuspendsIdle(Extension):
     """A budget with `device: {on_wait: suspend-idle}`, while `init` waits for its lease."""
 
-    def while_waiting(self, session: Context, say: Callable[[str], object]) -> Callable[[list[Claim]], object] | None:
+    def while_waiting(
+        self, session: SessionContext, say: Callable[[str], object]
+    ) -> Callable[[list[Claim]], object] | None:
         return MakingRoom(session.lease, say).look if isinstance(session.lease, Lease) else None
 
 
 class MakingRoom:
-    """For one lease that waits. `used` says whether a PID has used a GPU since it was asked last; None: unknown."""
+    """For one lease that waits. `used` says whether a PID has used a GPU since it was asked last; None: unknown.
+
+    Without `used` this process asks NVML. One that is off its GPUs cannot: its helper does (`self_suspend.used`).
+    """
 
     def __init__(
         self,
@@ -57,7 +60,7 @@ class MakingRoom:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._lease, self._say, self._request, self._clock = lease, say, request, clock
-        self._used = used or _Uses()
+        self._used = used or _ByNvml()
         self._looks: dict[int, list[Look]] = {}
         self._not_before: dict[int, float] = {}
         self._next = float("-inf")
@@ -104,33 +107,26 @@ class MakingRoom:
             self._say(f"asks {name}, which has nothing to do, to leave its GPUs until there is room for it again")
             try:
                 sizes, seconds = self._request(Process(claim.pid, claim.start))
-            except listener.RefusedError as error:
+            except requests.RefusedError as error:
                 if error.suspended:
                     continue
                 self._not_before[claim.id] = self._clock() + _REFUSED
                 self._say(f"{name} stays: {error.reason}")
                 return
-            except listener.SilentError as error:
+            except requests.SilentError as error:
                 self._not_before[claim.id] = self._clock() + _REFUSED
                 self._say(f"{name} stays: {error}")
                 return
             self._say(f"{name} has left with {format_size(sum(sizes.values()))}, in {seconds:.1f} s")
 
 
-class _Uses:
-    """NVML asked for each PID by itself: what was used since this one was asked about last.
-
-    A process that is off its GPUs itself cannot ask: its helper does.
-    """
+class _ByNvml:
+    """NVML asked for each PID by itself: what was used since this one was asked about last."""
 
     def __init__(self) -> None:
         self._each: dict[int, Usage] = {}
 
     def __call__(self, pid: int) -> bool | None:
-        if suspension.now is not None:
-            from memguard._node.suspend import self_suspend
-
-            return self_suspend.used(pid)
         if pid not in self._each:
             self._each[pid] = Usage(pid=pid)
         return self._each[pid]()

@@ -114,7 +114,7 @@ class Cells:
 
     def _back(self) -> NotRun | None:
         """Bring it back. What a failure or an interruption is to the cell; None if it is back."""
-        from memguard._node import suspend
+        from memguard._node.suspend import self_suspend
 
         line = Line(self.shell)
         off = suspension.now
@@ -122,7 +122,7 @@ class Cells:
         try:
             while self._leaving:  # the watcher has decided, and may not have begun
                 time.sleep(_SLICE)
-            suspend.resume(progress=line.show)
+            self_suspend.resume(None, line.show)
         except CannotResume as error:
             return _refusal(line, error.advice)
         except Exception as error:
@@ -200,14 +200,6 @@ def detach(shell: Any) -> None:
             shell.events.unregister(name, callback)
 
 
-def let_go(shell: Any) -> None:
-    """The extension is unloaded: `detach`, unless something else still needs to know of the cells."""
-    from memguard._node.suspend.triggers import when_idle
-
-    if suspension.now is None and not when_idle.alive():
-        detach(shell)
-
-
 def of(shell: Any) -> Cells | None:
     for one in shell.input_transformers_post:
         owner = getattr(one, "__self__", None)
@@ -244,7 +236,7 @@ def _is_child() -> None:
 
 
 _forked = False
-life.at_fork(life.Rank.CELLS, child=_is_child)
+life.at_fork(life.HookOrder.NOTEBOOK, child=_is_child)
 
 
 def _in_cells(shell: Any) -> Iterator[int]:

@@ -6,26 +6,22 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from memguard._base import life
 from memguard._base.logs import is_heard
 from memguard._base.logs import log as _log
-from memguard._base.specs import SPECS
 from memguard._devices import proc, suspension
-from memguard._devices.nvml import Nvml
 from memguard._frameworks import import_hook
 from memguard._frameworks.import_hook import ImportHook
+from memguard._frameworks.specs import SPECS
 from memguard._node.suspend.triggers import notebook_cells
-from memguard._node.suspend.triggers.idle import Watcher
+from memguard._node.suspend.triggers.idle import Usage, Watcher, simulated
 from memguard._node.suspend.triggers.notebook_cells import shell_here
 from memguard._runtime.extensions import Extension
-from memguard._runtime.runtime import this
-from memguard.errors import MemguardError
 
 if TYPE_CHECKING:
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
 
 Source = Literal["budget", "environment", "notebook"]
 """Who asked. The budget's ends with it; a later one replaces it, except that the budget's gives way to the others'."""
@@ -40,7 +36,7 @@ _lock = threading.Lock()
 
 
 class WhenIdle(Extension):
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         suspend = session.guard.budget.suspend
         assert suspend is not None and suspend.when_idle is not None
         session.undo.add("the watch for idleness", end_of_budget)
@@ -113,6 +109,12 @@ def end() -> None:
         watcher.stop()
 
 
+def let_go(shell: Any) -> None:
+    """Detach from the cells of a notebook whose extension is unloaded, unless something else still needs them."""
+    if suspension.now is None and not alive():
+        notebook_cells.detach(shell)
+
+
 def alive() -> bool:
     return _watcher is not None and _watcher.alive
 
@@ -123,55 +125,21 @@ def seconds() -> float | None:
     return watcher.seconds if watcher is not None and watcher.alive else None
 
 
-class Usage:
-    """Whether a process, this one unless `pid` is another, has used a GPU since that was asked last, by NVML."""
-
-    def __init__(self, nvml: Nvml | None = None, pid: int | None = None) -> None:
-        self._nvml, self._of = nvml or Nvml(), pid
-        self._uuids: list[str] = []
-        self._stamps: dict[str, int] = {}
-
-    def __call__(self) -> bool | None:
-        """None if NVML does not say: also where it does not name the process, as in another PID namespace."""
-        if _simulated():
-            return None
-        try:
-            answers = [*self._answers(self._of or os.getpid())]
-        except MemguardError:  # also Suspended, if another thread suspends the process just now
-            self._uuids = []
-            return None
-        return True if True in answers else None if not answers or None in answers else False
-
-    def _answers(self, pid: int) -> Iterator[bool | None]:
-        """Of each GPU on which NVML names this process."""
-        self._uuids = self._uuids or [device.uuid for device in self._nvml.devices()]
-        for uuid in self._uuids:
-            if pid in self._nvml.processes(uuid):
-                used, self._stamps[uuid] = self._nvml.used_since(uuid, pid, self._stamps.get(uuid, 0))
-                yield used
-
-
 def _leave(found: notebook_cells.Cells) -> bool:
     """Take the process off its GPUs, unless a cell runs. On the watcher's thread."""
-    from memguard._node import suspend
     from memguard._node.suspend import self_suspend
 
     with found.none() as free:
         if not free or suspension.now is not None or not has_gpu():
             return False
-        self_suspend.suspend(_LOCK, "idle", found.owner, suspend.ignores_host_memory(), patience=0)
+        self_suspend.suspend(_LOCK, "idle", found.owner, self_suspend.ignores_host_memory(), patience=0)
     return True
 
 
 def has_gpu(root: str = "/") -> bool:
     """Whether this process may have something on a GPU: else there is nothing to take off it, and nothing to say."""
     found = proc.maps(root, os.getpid())
-    return _simulated() or found is None or bool(found.uvm or found.gpu)
-
-
-def _simulated() -> bool:
-    session = this.session
-    return session is not None and session.guard.active and session.guard.host.simulated
+    return simulated() or found is None or bool(found.uvm or found.gpu)
 
 
 def _say(text: str) -> None:
@@ -184,8 +152,8 @@ def _say(text: str) -> None:
 @functools.cache
 def _prepare(pid: int) -> None:
     """Once in a process."""
-    life.at_exit(life.Rank.IDLE, end)
-    life.at_fork(life.Rank.IDLE, child=_forked)
+    life.at_exit(life.HookOrder.IDLE_WATCHER, end)
+    life.at_fork(life.HookOrder.IDLE_WATCHER, child=_forked)
 
 
 def _forked() -> None:

@@ -1,32 +1,31 @@
-"""How frameworks were built and installed, and failures of probes that nothing else explains."""
+"""How frameworks were built and installed: compilers, paths, distributions, builds without CUDA."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+import shlex
+from collections.abc import Iterable, Iterator
 
 from memguard._base.distribution import NAME
-from memguard._tools.doctor.checks import shell
-from memguard._tools.doctor.checks.cpu_only import wants_cuda, without_cuda
-from memguard._tools.doctor.checks.cuda_libraries import major
-from memguard._tools.doctor.checks.explanations import explained, no_gpu
-from memguard._tools.doctor.checks.failures import (
+from memguard._tools.doctor.cuda_libraries import major
+from memguard._tools.doctor.derived import (
     NO_COMPILER,
     NO_NVCC,
-    elsewhere,
-    framework_fails,
-    probe_crashed,
-    probe_hung,
+    did_not_finish,
+    explained,
+    failed_stage,
+    imported_from_elsewhere,
+    messages,
+    no_gpu,
+    wants_cuda,
+    without_cuda,
 )
-from memguard._tools.doctor.checks.install import with_cuda
-from memguard._tools.doctor.checks.numpy import numpy_abi
-from memguard._tools.doctor.checks.phrases import full_name, last_line, listing
-from memguard._tools.doctor.checks.probe_outcomes import did_not_finish, messages
 from memguard._tools.doctor.facts import Facts
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, Severity, check
+from memguard._tools.doctor.wording import exactly, full_name, install_with_cuda, last_line, listing, variable
 
 _COMPILERS = ("gcc", "g++", "cc")
-# Distributions that put the same module into the same folder.
+# Names of distributions that install the same module into the same folder.
 _SAME_MODULE = {
     "tensorflow": re.compile(r"(tensorflow|tf[-_]nightly)([-_](cpu|gpu|rocm))?"),
     "torch": re.compile(r"torch([-_](nightly|cpu))?"),
@@ -36,27 +35,26 @@ _SAME_MODULE = {
 
 
 def _tool_missing(facts: Facts, *names: str) -> bool:
-    """Whether all of them were looked for and not found."""
+    """Whether the facts list all of these tools as not found. Tools that were not looked for do not count."""
     return all(name in facts.tools and not facts.tools[name] for name in names)
 
 
-def nvcc_missing(facts: Facts) -> Iterator[Finding]:
-    """PyCUDA's SourceModule runs `nvcc` from the PATH to compile a kernel."""
+@check("nvcc-missing", order=405)
+def nvcc_missing(facts: Facts) -> Iterator[Found]:
+    """PyCUDA's SourceModule cannot find the `nvcc` that it compiles kernels with."""
     found = facts.frameworks.get("pycuda")
     if found is None or no_gpu(facts):
         return
     errors = [text for text in messages(found.probe) if NO_NVCC.search(text)]
     if errors or _tool_missing(facts, "nvcc"):
-        home, off_the_path = facts.environment.get("CUDA_HOME"), facts.tools.get("nvcc off the PATH")
-        yield Finding(
-            "nvcc-missing",
-            Severity.WARNING,
+        off_the_path = facts.tools.get("nvcc off the PATH")
+        yield Found(
             f"{full_name(facts, 'pycuda')} compiles kernels (SourceModule) with nvcc, which is not on the PATH",
             (
                 *(f"pycuda: {last_line(text)}" for text in errors),
-                *(("nvcc: not on the PATH",) if _tool_missing(facts, "nvcc") else ()),
-                *((f"CUDA_HOME={home} (environment)",) if home else ()),
-                *((f"found {off_the_path}",) if off_the_path else ()),
+                "nvcc: not on the PATH" if _tool_missing(facts, "nvcc") else "",
+                variable(facts, "CUDA_HOME") if facts.environment.get("CUDA_HOME") else "",
+                f"found {off_the_path}" if off_the_path else "",
             ),
             f"export PATH={off_the_path.rpartition('/')[0]}:$PATH"
             if off_the_path
@@ -65,8 +63,9 @@ def nvcc_missing(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def compiler_missing(facts: Facts) -> Iterator[Finding]:
-    """nvcc needs a host compiler, and Triton builds its launcher with one."""
+@check("compiler-missing", order=410)
+def compiler_missing(facts: Facts) -> Iterator[Found]:
+    """No C compiler for nvcc, or for Triton, which compiles its kernel launcher."""
     if no_gpu(facts):
         return
     errors = {
@@ -77,16 +76,14 @@ def compiler_missing(facts: Facts) -> Iterator[Finding]:
     }
     absent = _tool_missing(facts, *_COMPILERS)
     pycuda = "pycuda" in facts.frameworks and bool(facts.tools.get("nvcc"))
-    named = facts.environment.get("CC")  # Triton reads it, nvcc does not
+    named = facts.environment.get("CC")  # Triton reads CC; nvcc does not
     torch = "triton" in facts.packages and facts.frameworks.get("torch") is not None and not named
     who = list(errors) or [name for name, needs in (("pycuda", pycuda), ("torch", torch)) if needs and absent]
     if not who:
         return
     need = "needs" if len(who) == 1 else "need"
     use = {"pycuda": "PyCUDA's SourceModule (nvcc)", "torch": "torch.compile (Triton)"}
-    yield Finding(
-        "compiler-missing",
-        Severity.WARNING if errors or "pycuda" in who else Severity.INFO,
+    yield Found(
         f"{listing(use.get(name, name) for name in who)} {need} a C compiler, and there is none on the PATH",
         (
             *(f"{name}: {last_line(text)}" for name, text in errors.items()),
@@ -95,19 +92,18 @@ def compiler_missing(facts: Facts) -> Iterator[Finding]:
         or ("no compiler was found",),
         "apt-get install g++, or name one in CC (Triton) and in nvcc's -ccbin",
         ", ".join(who),
+        severity=Severity.WARNING if errors or "pycuda" in who else Severity.INFO,
     )
 
 
-def unexpected_path(facts: Facts) -> Iterator[Finding]:
+@check("unexpected-path", order=420)
+def unexpected_path(facts: Facts) -> Iterator[Found]:
     for name, found in facts.frameworks.items():
-        if not elsewhere(found) or found.path is None:
+        if not imported_from_elsewhere(found) or found.path is None:
             continue
         folders = [folder for folder in facts.environment.get("PYTHONPATH", "").split(":") if folder]
         from_path = [folder for folder in folders if found.path.startswith(folder.rstrip("/") + "/")]
-        yield Finding(
-            "unexpected-path",
-            # A single file of that name is no framework, which is a package.
-            Severity.ERROR if did_not_finish(found.probe) or found.path.endswith(f"/{name}.py") else Severity.WARNING,
+        yield Found(
             f"`import {name}` finds {found.path}, while the package is installed in {found.folder}",
             (
                 f"{name}.__file__ is {found.path}",
@@ -118,10 +114,14 @@ def unexpected_path(facts: Facts) -> Iterator[Finding]:
             if from_path
             else f"rename or remove {found.path} if it is not meant, or start Python from another folder",
             name,
+            severity=Severity.ERROR
+            if did_not_finish(found.probe) or found.path.endswith(f"/{name}.py")
+            else Severity.WARNING,
         )
 
 
-def two_distributions(facts: Facts) -> Iterator[Finding]:
+@check("two-distributions", order=425)
+def two_distributions(facts: Facts) -> Iterator[Found]:
     for name, pattern in _SAME_MODULE.items():
         found = facts.frameworks.get(name)
         if found is None:
@@ -129,19 +129,19 @@ def two_distributions(facts: Facts) -> Iterator[Finding]:
         several = {dist: release for dist, release in found.distributions.items() if pattern.fullmatch(dist.lower())}
         if len(several) < 2:
             continue
-        keep = _keep(facts, several)
-        yield Finding(
-            "two-distributions",
-            Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
+        keep = _distribution_to_keep(facts, several)
+        yield Found(
             f"{listing(several)} install the same module {name} into one folder, each over the files of the other",
             tuple(f"{dist} {release} is installed" for dist, release in several.items()),
-            f"pip uninstall -y {' '.join(several)} && pip install {_pinned(keep, several[keep])}",
+            f"pip uninstall -y {' '.join(several)} && pip install {_requirement(keep, several[keep])}",
             name,
+            severity=Severity.ERROR if did_not_finish(found.probe) else Severity.WARNING,
         )
 
 
-def other_memguard(facts: Facts) -> Iterator[Finding]:
-    """Another project's package memguard beside this one, or in its place."""
+@check("two-distributions", order=430)
+def other_memguard(facts: Facts) -> Iterator[Found]:
+    """Another project has installed a package `memguard`, alone or in addition to this one."""
     found = facts.namesakes
     others = [dist for dist in found.distributions if dist != NAME] if found is not None else []
     if found is None or not others:
@@ -159,27 +159,26 @@ def other_memguard(facts: Facts) -> Iterator[Finding]:
         cause = f"{listing(others)} installs a package memguard too and is another project"
     origin = f" from {found.origin}" if found.origin else ""
     lines = [f"{dist} {release} is installed" for dist, release in found.distributions.items()]
-    yield Finding(
-        "two-distributions",
-        Severity.WARNING if found.own else Severity.ERROR,
+    yield Found(
         cause,
         (
             *(line + (origin if line.startswith(NAME) else "") for line in lines),
-            *((f"memguard.__file__ is {found.path}",) if found.path else ()),
+            f"memguard.__file__ is {found.path}" if found.path else "",
         ),
         f"`pip uninstall -y {' '.join(found.distributions)}`"
         + (f", then install {NAME} again{' from where it came' if origin else ''}" if both else ""),
         "memguard",
+        severity=Severity.WARNING if found.own else Severity.ERROR,
     )
 
 
-def _pinned(dist: str, release: str) -> str:
-    pinned = shell.release(release.partition("+")[0])
-    return shell.requirement(f"tensorflow[and-cuda]{pinned}" if dist == "tensorflow" else f"{dist}{pinned}")
+def _requirement(dist: str, release: str) -> str:
+    pinned = exactly(release.partition("+")[0])
+    return shlex.quote(f"tensorflow[and-cuda]{pinned}" if dist == "tensorflow" else f"{dist}{pinned}")
 
 
-def _keep(facts: Facts, several: Iterable[str]) -> str:
-    """The one for the newest CUDA that the driver has; not a build for CPUs or a nightly one."""
+def _distribution_to_keep(facts: Facts, several: Iterable[str]) -> str:
+    """The distribution to keep: for the newest CUDA that the driver supports, rather no CPU or nightly build."""
     driver = major(str(facts.driver.cuda.version)) if facts.driver.cuda.version else None
 
     def rank(dist: str) -> tuple[bool, int, bool]:
@@ -190,14 +189,15 @@ def _keep(facts: Facts, several: Iterable[str]) -> str:
     return max(sorted(several), key=rank)
 
 
-def cpu_build(facts: Facts) -> Iterator[Finding]:
-    """Only on a machine with a GPU: elsewhere a build for CPUs is right."""
+@check("cpu-build", order=435)
+def cpu_build(facts: Facts) -> Iterator[Found]:
+    """A CPU build on a machine with a GPU."""
     if no_gpu(facts) or not (facts.driver.cuda.devices or facts.driver.nvml.devices):
         return
     for name, found in facts.frameworks.items():
         if not without_cuda(facts, name) or explained(facts, name):
             continue
-        failed = found.probe.failed if found.probe is not None else None
+        failed = failed_stage(found)
         errors = [text for text in messages(found.probe) if "is not installed" in text] or (
             [failed.error] if failed and failed.error else []
         )
@@ -205,29 +205,14 @@ def cpu_build(facts: Facts) -> Iterator[Finding]:
         cause = "is a build without CUDA, so it does not use the GPU of this machine"
         if name == "numba":
             cause = "has no numba-cuda, so it compiles only for CPUs"
-        yield Finding(
-            "cpu-build",
-            Severity.WARNING if wants_cuda(facts, name) else Severity.INFO,
+        yield Found(
             f"{full_name(facts, name)} {cause}",
             (
                 *built,
-                *((f"{name} counts {found.gpus} GPUs",) if found.gpus is not None else ()),
+                f"{name} counts {found.gpus} GPUs" if found.gpus is not None else "",
                 *(f"{name}: {last_line(text)}" for text in errors),
             ),
-            with_cuda(facts, name),
+            install_with_cuda(facts, name),
             name,
+            severity=Severity.WARNING if wants_cuda(facts, name) else Severity.INFO,
         )
-
-
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
-    nvcc_missing,
-    compiler_missing,
-    numpy_abi,
-    unexpected_path,
-    two_distributions,
-    other_memguard,
-    cpu_build,
-    framework_fails,
-    probe_crashed,
-    probe_hung,
-)

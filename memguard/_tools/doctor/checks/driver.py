@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from memguard._base.units import format_size
-from memguard._tools.doctor.checks.driver_answers import (
-    broken_off,
-    driver_messages,
-    driver_state,
-    start,
-    with_capabilities,
-    without_init,
-)
-from memguard._tools.doctor.checks.explanations import blocked_by, capable, device_files
-from memguard._tools.doctor.checks.gpu_memory import same_gpu
-from memguard._tools.doctor.checks.phrases import listing
-from memguard._tools.doctor.checks.probe_outcomes import computes
-from memguard._tools.doctor.checks.versions import forward, minor, mismatch, too_old_for
+from memguard._tools.doctor.derived import blocked_by, computes, device_files, has_capability, same_gpu
 from memguard._tools.doctor.facts import Facts
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, Severity, check
+from memguard._tools.doctor.wording import (
+    capabilities_command,
+    container_command,
+    driver_errors,
+    driver_evidence,
+    listing,
+    severity_if_init_fails,
+    survey_failure,
+    variable,
+)
 
 _CAUSES = {
     "CUDA_ERROR_SYSTEM_NOT_READY": (
@@ -79,8 +77,9 @@ _NVML = {
 }
 
 
-def absent(facts: Facts) -> Iterator[Finding]:
-    """The kernel module, the libraries or both are missing."""
+@check("driver-absent", order=105)
+def driver_absent(facts: Facts) -> Iterator[Found]:
+    """The driver's kernel module, its libraries or both are missing."""
     if blocked_by(facts) != "driver-absent":
         return
     driver = facts.driver
@@ -92,7 +91,7 @@ def absent(facts: Facts) -> Iterator[Finding]:
     elif module:
         cause = f"the driver's kernel module {driver.module} is loaded and its libraries (libcuda.so.1) are not found"
         remedy = (
-            f"on a host with the NVIDIA Container Toolkit: {with_capabilities(facts.system.container)}"
+            f"on a host with the NVIDIA Container Toolkit: {capabilities_command(facts.system.container)}"
             if facts.system.container
             else f"sudo apt install libnvidia-compute-{_branch(driver.module)}  # or your system's package; if they "
             "are installed, add their folder to /etc/ld.so.conf.d and run sudo ldconfig"
@@ -107,24 +106,26 @@ def absent(facts: Facts) -> Iterator[Finding]:
         )
     elif gpus:
         cause = f"an NVIDIA GPU is on the bus ({gpus}), and the NVIDIA driver is not installed"
-        remedy = f"install the NVIDIA driver on the host, and start the container with: {start(facts.system.container)}"
+        start = container_command(facts.system.container)
+        remedy = f"install the NVIDIA driver on the host, and start the container with: {start}"
         if not facts.system.container:
             remedy = "sudo ubuntu-drivers install  # or your system's package of the NVIDIA driver; then reboot"
     else:
         cause = "this machine has no NVIDIA GPU and no NVIDIA driver"
         remedy = "run on a machine with an NVIDIA GPU; memguard.init(..., simulate='h200') tries a budget without one"
-    yield Finding("driver-absent", Severity.ERROR, cause, driver_state(facts), remedy)
+    yield Found(cause, driver_evidence(facts), remedy)
 
 
-def container(facts: Facts) -> Iterator[Finding]:
-    """A container without a GPU, or without a part of the driver."""
+@check("container-without-gpu", "container-capabilities", order=110)
+def container(facts: Facts) -> Iterator[Found]:
+    """A container was started without a GPU, or without a part of the driver."""
     given = facts.environment.get("NVIDIA_DRIVER_CAPABILITIES", "")
     shown = facts.environment.get("NVIDIA_VISIBLE_DEVICES")
     blocked = blocked_by(facts)
     if blocked == "container-without-gpu":
         kind = facts.system.container
         cause = f"the host has an NVIDIA driver, and this container ({kind}) was started without a GPU"
-        evidence = [*driver_state(facts)]
+        evidence = [*driver_evidence(facts)]
         if facts.system.wsl:
             cause = f"this container ({kind}) was started without a GPU: it has no /dev/dxg of WSL"
             evidence.append(f"/dev/dxg: {facts.driver.files.get('/dev/dxg', 'not there')}")
@@ -133,41 +134,42 @@ def container(facts: Facts) -> Iterator[Finding]:
         elif shown in ("", "void", "none"):
             cause += f": NVIDIA_VISIBLE_DEVICES={shown} excludes all"
         if shown is not None:
-            evidence.append(f"NVIDIA_VISIBLE_DEVICES={shown} (environment)")
-        elif kind != "apptainer":  # which does not need it
+            evidence.append(variable(facts, "NVIDIA_VISIBLE_DEVICES"))
+        elif kind != "apptainer":  # Apptainer does not read it
             evidence.append("NVIDIA_VISIBLE_DEVICES is not set")
-        yield Finding("container-without-gpu", Severity.ERROR, cause, tuple(evidence), start(kind))
+        yield Found(cause, evidence, container_command(kind))
     compute = blocked == "container-capabilities"
-    utility = blocked is None and facts.driver.nvml.error == "NVMLError_LibraryNotFound" and _no_utility(facts)
+    utility = blocked is None and facts.driver.nvml.error == "NVMLError_LibraryNotFound" and _lacks_utility(facts)
     if compute or utility:
         lacks, what = ("compute", "CUDA (libcuda.so.1)") if compute else ("utility", "NVML (libnvidia-ml.so.1)")
-        yield Finding(
-            "container-capabilities",
-            Severity.ERROR if compute else without_init(facts),
+        yield Found(
             f"the container was started without the driver capability {lacks!r} and has no {what}"
             + ("" if compute else ", so memory cannot be read and memguard.init fails"),
             (
                 f"NVIDIA_DRIVER_CAPABILITIES={given} (environment)",
                 f"libcuda: {facts.driver.cuda.error}" if compute else f"NVML: {facts.driver.nvml.error}",
             ),
-            with_capabilities(facts.system.container),
+            capabilities_command(facts.system.container),
+            severity=Severity.ERROR if compute else severity_if_init_fails(facts),
+            name="container-capabilities",
         )
 
 
-def files(facts: Facts) -> Iterator[Finding]:
-    """Device files that are missing or cannot be opened."""
+@check("device-files", order=115)
+def device_files_unusable(facts: Facts) -> Iterator[Found]:
+    """Device files of the driver are missing or cannot be opened."""
     if blocked_by(facts) != "device-files":
         return
     found = device_files(facts)
     bad = {path: state for path, state in sorted(found.items()) if state != "ok"}
     denied = [
         path for path, state in bad.items() if state in ("denied", "EPERM")
-    ]  # EPERM comes from a container's rules
+    ]  # EPERM: the device rules of a container
     broken = [path for path in bad if path not in denied]
     if denied:
         cause = f"this user may not open {listing(denied)}"
         remedy = (
-            f"{start(facts.system.container)}  # mounting the files alone does not give access"
+            f"{container_command(facts.system.container)}  # mounting the files alone does not give access"
             if facts.system.container
             else "sudo usermod -aG video $USER  # the group that ls -l /dev/nvidia* shows; then log in again"
         )
@@ -184,25 +186,24 @@ def files(facts: Facts) -> Iterator[Finding]:
         are = "files {} are" if len(absent) > 1 else "file {} is"
         cause = f"the kernel module is loaded, and the device {are.format(listing(absent))} missing"
         remedy = (
-            start(facts.system.container)
+            container_command(facts.system.container)
             if facts.system.container
             else "sudo nvidia-modprobe -c 0 && sudo nvidia-modprobe -u -c 0  # nvidia-persistenced does this at boot"
         )
-    yield Finding(
-        "device-files",
-        Severity.ERROR,
+    yield Found(
         cause,
-        (*(f"{path}: {state}" for path, state in sorted(found.items())), *driver_messages(facts)),
+        (*(f"{path}: {state}" for path, state in sorted(found.items())), *driver_errors(facts)),
         remedy,
         next(iter(denied or broken), ""),
     )
 
 
-def initialisation(facts: Facts) -> Iterator[Finding]:
-    """cuInit fails for a reason that no other check explains, or libcuda exists and cannot be loaded."""
+@check("cuda-init-failed", order=130)
+def cuda_init_failed(facts: Facts) -> Iterator[Found]:
+    """cuInit fails for a reason that no other check reports, or libcuda exists and cannot be loaded."""
     if blocked_by(facts) != "cuda-init-failed":
         return
-    cuda, broken = facts.driver.cuda, broken_off(facts)
+    cuda, broken = facts.driver.cuda, survey_failure(facts)
     if cuda.error is not None:
         cause = "the driver's library libcuda.so.1 exists and cannot be loaded"
         remedy = "reinstall the NVIDIA driver: its libraries are damaged, or for another architecture"
@@ -217,46 +218,50 @@ def initialisation(facts: Facts) -> Iterator[Finding]:
     else:
         init = "CUDA_ERROR_NO_DEVICE" if cuda.init == "CUDA_SUCCESS" else cuda.init
         if "/stubs/" in (cuda.path or ""):
-            init = "CUDA_ERROR_STUB_LIBRARY"  # a stub may not know the names of errors
+            init = "CUDA_ERROR_STUB_LIBRARY"  # a stub returns numbers instead of error names
         why, remedy = _CAUSES.get(
             init, (f"the driver returns {init}", "nvidia-smi; sudo dmesg | grep -i nvrm  # tell more; then reboot")
         )
         cause = f"CUDA cannot be initialised: {why}"
-    hidden = facts.environment.get("CUDA_VISIBLE_DEVICES")
     read = cuda.path or facts.driver.module is not None or facts.driver.files
     evidence = (
-        *(driver_state(facts) if read or broken is None else driver_messages(facts)),
-        *([f"CUDA_VISIBLE_DEVICES={hidden} (environment)"] if hidden is not None else []),
+        *(driver_evidence(facts) if read or broken is None else driver_errors(facts)),
+        variable(facts, "CUDA_VISIBLE_DEVICES"),
     )
-    # If our process failed and frameworks work, they are not affected.
+    # Only the doctor's own query failed if a framework computes.
     works = broken is not None and any(computes(framework) for framework in facts.frameworks.values())
-    yield Finding("cuda-init-failed", Severity.WARNING if works else Severity.ERROR, cause, evidence, remedy)
+    yield Found(
+        cause,
+        evidence,
+        remedy,
+        severity=Severity.WARNING if works else Severity.ERROR,
+    )
 
 
-def nvml(facts: Facts) -> Iterator[Finding]:
-    """CUDA works and NVML does not: frameworks run, and nobody can tell who holds how much memory."""
+@check("nvml-blocked", order=145)
+def nvml_blocked(facts: Facts) -> Iterator[Found]:
+    """CUDA works and NVML does not: frameworks run, but memory by process cannot be read."""
     read = facts.driver.nvml
-    missing = read.error == "NVMLError_LibraryNotFound" and _no_utility(facts)
+    missing = read.error == "NVMLError_LibraryNotFound" and _lacks_utility(facts)
     elsewhere = missing or read.error == "NVMLError_LibRmVersionMismatch"
     if blocked_by(facts) is not None or not facts.driver.cuda.devices:
         return
     if read.error is not None and not elsewhere:
-        yield Finding(
-            "nvml-blocked",
-            without_init(facts),
+        yield Found(
             f"CUDA works and NVML does not ({read.error}), so memory cannot be read and memguard.init fails",
             (
                 f"NVML: {read.error}{f': {read.text}' if read.text else ''}",
-                *([f"library: {read.path}"] if read.path else []),
+                f"library: {read.path}" if read.path else "",
                 f"cuInit: {facts.driver.cuda.init}, GPUs shown: {len(facts.driver.cuda.devices)}",
             ),
             _NVML.get(read.error, "nvidia-smi  # uses NVML too and tells more"),
+            severity=severity_if_init_fails(facts),
         )
     yield from _cards(facts)
 
 
-def _cards(facts: Facts) -> Iterator[Finding]:
-    """GPUs that NVML counts and gives no handle for. GPUs of other jobs, which CUDA does not show, do no harm."""
+def _cards(facts: Facts) -> Iterator[Found]:
+    """GPUs that NVML counts without giving a handle. GPUs of other jobs are harmless: CUDA does not show them."""
     refused = [card for card in facts.driver.nvml.devices if card.error is not None]
     known = [card.uuid for card in facts.driver.nvml.devices if card.error is None]
     shown = [device.uuid for device in facts.driver.cuda.devices if not device.uuid.startswith("MIG-")]
@@ -268,19 +273,16 @@ def _cards(facts: Facts) -> Iterator[Finding]:
         if card.error == "NVMLError_NoPermission" and (not unlisted or nodes[card.index] != "ok")
     ]
     for card in (card for card in refused if card not in foreign):
-        yield Finding(
-            "nvml-blocked",
-            without_init(facts) if unlisted else Severity.WARNING,
+        yield Found(
             f"NVML counts GPU {card.index} and refuses access to it ({card.error})",
             (f"NVML, GPU {card.index}: {card.error}", *(f"CUDA shows {uuid}, and NVML does not" for uuid in unlisted)),
             _NVML.get(card.error or "", f"nvidia-smi -i {card.index}  # uses NVML too and tells more"),
             card.uuid or f"GPU {card.index}",
+            severity=severity_if_init_fails(facts) if unlisted else Severity.WARNING,
         )
     if foreign:
         count = len(facts.driver.nvml.devices)
-        yield Finding(
-            "nvml-blocked",
-            Severity.INFO,
+        yield Found(
             f"this process may not use {len(foreign)} of the {count} GPUs that NVML counts, as when a scheduler or a "
             "container gives a job some of them",
             tuple(
@@ -289,46 +291,44 @@ def _cards(facts: Facts) -> Iterator[Finding]:
                 for card in foreign
             ),
             "nothing to do",
+            severity=Severity.INFO,
         )
 
 
-def windows(facts: Facts) -> Iterator[Finding]:
-    """WSL: what NVML cannot tell there, and a Linux driver that hides the Windows driver."""
+@check("wsl", order=150)
+def wsl(facts: Facts) -> Iterator[Found]:
+    """WSL: NVML reports no memory by process, and a Linux driver may hide the Windows driver."""
     if not facts.system.wsl:
         return
     cuda = facts.driver.cuda
     if blocked_by(facts) == "wsl":
-        yield Finding(
-            "wsl",
-            Severity.ERROR,
+        yield Found(
             "under WSL the GPU is used through the Windows driver, and a Linux driver's libcuda hides it",
             (
                 f"libcuda: {cuda.path}",
                 *(f"also found: {path}" for path in cuda.candidates if path != cuda.path),
-                *driver_messages(facts),
+                *driver_errors(facts),
             ),
             "sudo apt purge 'libnvidia-compute-*' 'nvidia-driver-*' && sudo ldconfig  # and /usr/lib/wsl/lib first in "
             "LD_LIBRARY_PATH",
             cuda.path or "",
+            severity=Severity.ERROR,
         )
     elif blocked_by(facts) is None:
-        yield Finding(
-            "wsl",
-            Severity.INFO,
+        yield Found(
             "under WSL NVML does not say which process holds how much, so the ledger shows that as unknown",
             (f"kernel: {facts.system.kernel}", f"libcuda: {cuda.path}"),
             "nothing to do; the budget's caps hold",
         )
 
 
-def spills(facts: Facts) -> Iterator[Finding]:
-    """WSL: memory of a full GPU comes from the machine, without an error."""
+@check("sysmem-fallback", order=155)
+def sysmem_fallback(facts: Facts) -> Iterator[Found]:
+    """WSL: if the GPU is full, allocations come from host memory without an error."""
     cards = facts.driver.cuda.devices
     if not facts.system.wsl or blocked_by(facts) is not None or not cards:
         return
-    yield Finding(
-        "sysmem-fallback",
-        Severity.INFO,
+    yield Found(
         "under WSL an allocation for which the GPU has no room may be served from the machine's memory: no "
         "out-of-memory error comes, and everything gets slow",
         (f"kernel: {facts.system.kernel}", *(f"CUDA: {card.name}, {format_size(card.total)}" for card in cards)),
@@ -336,24 +336,9 @@ def spills(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _no_utility(facts: Facts) -> bool:
-    return facts.system.container is not None and not capable(facts, "utility")
+def _lacks_utility(facts: Facts) -> bool:
+    return facts.system.container is not None and not has_capability(facts, "utility")
 
 
 def _branch(module: str | None) -> str:
     return (module or "").partition(".")[0] or "..."
-
-
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
-    absent,
-    container,
-    files,
-    mismatch,
-    forward,
-    initialisation,
-    too_old_for,
-    minor,
-    nvml,
-    windows,
-    spills,
-)

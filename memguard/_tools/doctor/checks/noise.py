@@ -1,13 +1,13 @@
-"""Messages that look like errors and are harmless. Sources: docs/doctor/harmless-message.md."""
+"""Messages that look like errors and are harmless. docs/doctor/harmless-message.md has the sources."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
-from memguard._tools.doctor.checks.phrases import listing
 from memguard._tools.doctor.facts import Facts
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, check
+from memguard._tools.doctor.wording import listing
 
 HARMLESS: tuple[tuple[str, str], ...] = (
     (
@@ -37,18 +37,19 @@ _RULES = tuple((re.compile(pattern), meaning) for pattern, meaning in HARMLESS)
 
 
 def meaning(line: str) -> str | None:
-    """What a harmless line means; None if it is not known to be harmless."""
+    """The meaning of a known harmless line; None for any other."""
     return next((explanation for pattern, explanation in _RULES if pattern.search(line)), None)
 
 
 def _short(line: str) -> str:
-    """The line without time, process and file."""
+    """The line without time stamp, thread and source file."""
     message = re.sub(r"^.*?\.(?:cc|py):\d+[\]:] *", "", line.strip())
     return message if len(message) <= 100 else message[:100].rpartition(" ")[0] + " …"
 
 
-def harmless_message(facts: Facts) -> Iterator[Finding]:
-    """One finding for all harmless messages."""
+@check("harmless-message", order=805)
+def harmless_message(facts: Facts) -> Iterator[Found]:
+    """Harmless messages in the probes' stderr: one finding for all."""
     seen: dict[str, tuple[str, str]] = {}
     who: dict[str, None] = {}
     for name, probe in facts.probes():
@@ -59,13 +60,8 @@ def harmless_message(facts: Facts) -> Iterator[Finding]:
                 who.update(dict.fromkeys(name.split(" then ")) if name not in facts.frameworks else {name: None})
     if seen:
         what = f"{len(seen)} kinds of message look like errors" if len(seen) > 1 else "a message looks like an error"
-        yield Finding(
-            "harmless-message",
-            Severity.INFO,
+        yield Found(
             f"{what} and {'are' if len(seen) > 1 else 'is'} harmless, from {listing(who)}",
             tuple(f"{name}: {_short(line)} ({explanation})" for explanation, (name, line) in seen.items()),
             "nothing to do",
         )
-
-
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (harmless_message,)

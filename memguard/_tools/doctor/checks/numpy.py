@@ -1,43 +1,20 @@
-"""Frameworks compiled for another NumPy than the one installed, by their error messages."""
+"""Frameworks that do not support the installed NumPy, recognised by their messages."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
-from memguard._tools.doctor.checks.phrases import few, full_name, last_line, listing
-from memguard._tools.doctor.checks.probe_outcomes import messages
+from memguard._tools.doctor.derived import NUMBA_NEEDS, REMOVED, numpy_messages
 from memguard._tools.doctor.facts import Facts
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, Severity, check
+from memguard._tools.doctor.wording import full_name, last_line, listing, shortened
 
-_COMPILED = re.compile(
-    r"compiled using NumPy 1\.x cannot be run in|_ARRAY_API not found|numpy\.dtype size changed"
-    r"|numpy\.ndarray size changed|numpy\.core\.multiarray failed to import|numpy\._core\.multiarray failed to import"
-    r"|module compiled against (?:ABI|API) version",
-)
-_NUMBA = re.compile(r"Numba needs NumPy (?P<major>\d+)\.(?P<minor>\d+) or (?P<which>less|greater)")
-_TAKEN_AWAY = re.compile(r"module 'numpy' has no attribute '(\w+)'")
-# The second try of Numba's probe, with the function that NumPy 2.5 removed and numba-cuda 0.30 needs.
+# Numba's probe tries again with `numpy.row_stack`, which NumPy 2.5 removed and numba-cuda 0.30 needs.
 _PUT_BACK = "compute with numpy.row_stack"
 
 
-def _version_messages(facts: Facts, framework: str) -> list[str]:
-    patterns = (_COMPILED, _NUMBA, _TAKEN_AWAY)
-    return [
-        line
-        for text in messages(facts.frameworks[framework].probe)
-        for line in text.splitlines()
-        if any(pattern.search(line) for pattern in patterns)
-    ]
-
-
-def fails_of_numpy(facts: Facts, framework: str) -> bool:
-    """Whether one of its messages is about NumPy's version."""
-    return bool(_version_messages(facts, framework))
-
-
 def _put_back(facts: Facts) -> bool:
-    """Whether Numba's probe worked once the removed function was put back."""
+    """Whether Numba's second try, with the removed function restored, succeeded."""
     probe = facts.frameworks["numba"].probe if "numba" in facts.frameworks else None
     return probe is not None and any(stage.name == _PUT_BACK and stage.error is None for stage in probe.stages)
 
@@ -46,7 +23,7 @@ def _remedy(lines: list[str], who: str, put_back: bool) -> str:
     if put_back:
         return "pip install 'numpy<2.5', or `numpy.row_stack = numpy.vstack` before the first kernel, which works here"
     for line in lines:
-        if found := _NUMBA.search(line):
+        if found := NUMBA_NEEDS.search(line):
             major, minor = int(found["major"]), int(found["minor"])
             return (
                 f"pip install 'numpy<{major}.{minor + 1}'"
@@ -58,21 +35,21 @@ def _remedy(lines: list[str], who: str, put_back: bool) -> str:
     return f"pip install --upgrade --force-reinstall {who} numpy"
 
 
-def numpy_abi(facts: Facts) -> Iterator[Finding]:
-    """One finding for all frameworks: the cause is the one NumPy."""
-    affected = {name: lines for name in facts.frameworks if (lines := _version_messages(facts, name))}
+@check("numpy-abi", order=415)
+def numpy_abi(facts: Facts) -> Iterator[Found]:
+    """Frameworks that do not support the installed NumPy: one finding for all."""
+    affected = {name: lines for name in facts.frameworks if (lines := numpy_messages(facts, name))}
     numpy = f"NumPy {facts.packages['numpy']}" if "numpy" in facts.packages else "the NumPy that is installed"
     if affected:
-        gone = [name for lines in affected.values() for line in lines for name in _TAKEN_AWAY.findall(line)]
+        gone = [name for lines in affected.values() for line in lines for name in REMOVED.findall(line)]
         failed = [
             name for name in affected if (probe := facts.frameworks[name].probe) and (probe.failed or probe.signal)
         ]
-        yield Finding(
-            "numpy-abi",
-            Severity.ERROR if failed else Severity.WARNING,
+        yield Found(
             f"{listing(full_name(facts, name) for name in affected)} (or a module that it imports) does not support "
             f"{numpy}" + (f", which no longer has {listing(gone)}" if gone else ""),
-            few([f"{name}: {last_line(line)}" for name, lines in affected.items() for line in lines]),
+            shortened([f"{name}: {last_line(line)}" for name, lines in affected.items() for line in lines]),
             _remedy([line for lines in affected.values() for line in lines], " ".join(affected), _put_back(facts)),
             ", ".join(affected),
+            severity=Severity.ERROR if failed else Severity.WARNING,
         )

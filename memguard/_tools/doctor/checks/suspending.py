@@ -1,20 +1,21 @@
-"""Whether this machine can take a process off its GPUs (docs/suspend.md). Said only where the budget asks for it."""
+"""Whether processes can be suspended on this machine (docs/suspend.md). Checked for budgets with `suspend`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from memguard._node.suspend.checks import refusals
-from memguard._tools.doctor.checks.gpu_memory import same_gpu
+from memguard._tools.doctor.derived import same_gpu
 from memguard._tools.doctor.facts import Facts
-from memguard._tools.doctor.finding import Finding, Severity
+from memguard._tools.doctor.finding import Found, check
 
 
-def impossible(facts: Facts) -> Iterator[Finding]:
-    """What makes it impossible for every process: the driver, the system, or the kind of GPU."""
+@check("suspend-impossible", order=705)
+def suspend_impossible(facts: Facts) -> Iterator[Found]:
+    """The driver, the system or the kind of GPU makes suspension impossible for every process."""
     budget, shown = facts.budget, facts.driver.cuda.devices
     if budget is None or not budget.suspend or not shown:
-        return  # without a GPU that works there is nothing to leave
+        return  # other findings report the missing GPU
     version = facts.driver.module or facts.driver.nvml.driver
     cards = [
         (device, card)
@@ -40,14 +41,9 @@ def impossible(facts: Facts) -> Iterator[Finding]:
         f"driver: {version or 'unknown'}",
         *(f"NVML: GPU {card.index} ({card.name}) is {card.uuid}" for _, card in cards[:4]),
     ]
-    yield Finding(
-        "suspend-impossible",
-        Severity.WARNING,
+    yield Found(
         f"no process can be suspended here, so that section does nothing: {found[0].reason}",
         (*read, *(f"also: {reason.reason}" for reason in found[1:])),
         found[0].remedy,
         budget.source,
     )
-
-
-CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (impossible,)

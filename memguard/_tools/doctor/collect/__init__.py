@@ -1,1 +1,1 @@
-"""Reads the facts: the machine, what is installed, and each framework at work in a process of its own."""
+"""Collects the facts: the machine, the installed packages, and how each framework works in a separate process."""

@@ -1,4 +1,4 @@
-"""Starts the processes that read the driver, what is installed, and each framework at work, and collects the facts."""
+"""Starts the processes that query the driver, list the packages and probe each framework, and collects the facts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from memguard._base import specs
-from memguard._base.specs import SPECS
 from memguard._devices.cuda_order import importable
+from memguard._frameworks import specs
+from memguard._frameworks.specs import SPECS
 from memguard._tools.doctor.bounds import clip, printable
 from memguard._tools.doctor.collect import answers, machine
 from memguard._tools.doctor.facts import BudgetFacts, Driver, Facts
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from memguard._tools.doctor.collect.processes import Ended
 
 ORDER = tuple(sorted(SPECS, key=lambda name: not SPECS[name].examined.brings_cuda))
-"""The order in which they work in one process: PyTorch before TensorFlow."""
+"""The import order in a process with all frameworks: PyTorch before TensorFlow."""
 PROBES: Mapping[str, Any] = {
     "files": {**specs.files("probe"), "inventory": inventory.__file__},
     "modules": {name: SPECS[name].module for name in ORDER},
     "distributions": {name: SPECS[name].examined.distributions or re.escape(name) for name in ORDER},
 }
-"""What each process needs to know of the probes."""
+"""The probes' files, modules and distributions, for each probe process."""
 _TENSORFLOW_FIRST = ("tensorflow", "torch")
 _EACH = 1536 << 20
-"""Bytes of a GPU that a probe may take: context, modules and libraries of all frameworks at once."""
+"""The most GPU memory of one probe, in bytes: context, modules and libraries of all frameworks."""
 
 
 def facts(
@@ -51,7 +51,7 @@ def facts(
     script: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Facts:
-    """The facts. Each process is stopped after `timeout` seconds; `say` gets a line when one ends.
+    """Collect the facts. Each process is stopped after `timeout` seconds; `say` receives a line when one ends.
 
     `frameworks` limits the probes to some; without it the budget's are probed, and without a budget all that are
     installed. `this_process` adds facts about this one. `python` and `environ` are the interpreter and environment to
@@ -72,21 +72,21 @@ def facts(
     stop = threading.Event()
     runner = _Runner(
         tuple(python or (sys.executable,)),
-        machine.clean(environ),
+        machine.probe_environment(environ),
         timeout,
         stop,
         tuple(entry for entry in sys.path if isinstance(entry, str)) if this_process and python is None else (),
-        _folder(script) if script is not None else None,
+        _folder_of(script) if script is not None else None,
         say or (lambda line: None),
     )
     try:
-        driver, installed = _first(runner)
-        wanted = tuple(frameworks) if frameworks is not None else _named(budget)
+        driver, installed = _query(runner)
+        wanted = tuple(frameworks) if frameworks is not None else _budgeted(budget)
         names = [name for name in ORDER if (name in wanted if wanted is not None else installed.path(name))]
         ended = _probe(runner, driver, [name for name in names if installed.path(name)])
     finally:
         stop.set()
-    level = machine.level(environ)
+    level = machine.tensorflow_log_level(environ)
     found = Facts(
         memguard=str(getattr(sys.modules["memguard"], "__version__", "")),
         time=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -112,7 +112,7 @@ def facts(
 
 @dataclass
 class _Runner:
-    """Starts the processes, with what they have in common. `first`: the folder of the program that is examined."""
+    """Starts the processes with common settings. `first`: the folder of the examined program."""
 
     python: tuple[str, ...]
     environ: Mapping[str, str]
@@ -127,7 +127,7 @@ class _Runner:
 
     def run(self, probes: Sequence[str], *, name: str, timeout: float | None = None) -> Ended:
         """Run probes in one process of the interpreter to examine."""
-        # As in many programs: importing TensorFlow is enough to load its CUDA runtime.
+        # Many programs only import TensorFlow: that already loads its CUDA runtime.
         until = {"tensorflow": "import"} if tuple(probes) == _TENSORFLOW_FIRST else {}
         spec = {
             **PROBES,
@@ -136,12 +136,12 @@ class _Runner:
             "path": list(self.path),
             "first": self.first,
         }
-        # Not by `-c`, which puts the current folder first: Python 3.13 imports a linecache.py there by itself.
+        # `-c` would put the current folder first in sys.path: Python 3.13 then imports a linecache.py from it.
         command = (*self.python, main.__file__)
         return self._watched(name, command, spec, timeout or self.timeout)
 
     def survey(self) -> Ended:
-        """Ask the driver. It needs memguard, and so this interpreter."""
+        """Query the driver, in this interpreter, because the query imports memguard."""
         code = (
             "import json, os, signal, sys; spec = json.loads(sys.argv[1]); signal.alarm(int(spec['timeout']) + 10); "
             "sys.path[:] = spec['path']; from memguard._devices import survey; "
@@ -153,7 +153,7 @@ class _Runner:
 
     def _watched(self, name: str, command: Sequence[str], spec: Mapping[str, Any], timeout: float) -> Ended:
         from memguard._tools.doctor.collect.processes import (
-            watch,  # Linux only: elsewhere importing it would fail before `require_linux` says why
+            watch,  # on other systems this import fails; `require_linux` has raised before
         )
 
         try:
@@ -169,39 +169,39 @@ class _Runner:
         return ended
 
 
-def _first(runner: _Runner) -> tuple[Driver, answers.Installed]:
-    """Driver and inventory, which decide what to probe."""
+def _query(runner: _Runner) -> tuple[Driver, answers.Installed]:
+    """Query the driver and list the packages: both decide what to probe."""
     with ThreadPoolExecutor(2) as pool:
         try:
             survey = pool.submit(runner.survey)
             found = pool.submit(runner.run, ["inventory"], name="inventory")
             return answers.driver(survey.result()), answers.installed(found.result(), runner.python)
-        except BaseException:  # Ctrl-C: leaving the pool waits for its threads
+        except BaseException:  # Ctrl-C: the pool's exit waits for its threads, which `stop` ends
             runner.stop.set()
             raise
 
 
-def _folder(script: str) -> str | None:
-    """The folder of a program; None if the current folder was deleted."""
+def _folder_of(script: str) -> str | None:
+    """The folder of a program; None if its path is relative and the current folder was deleted."""
     try:
         return os.path.dirname(os.path.abspath(script))
     except OSError:
         return None
 
 
-def _named(budget: Budget | None) -> tuple[str, ...] | None:
+def _budgeted(budget: Budget | None) -> tuple[str, ...] | None:
     return tuple(budget.frameworks) if budget is not None else None
 
 
 def _probe(runner: _Runner, driver: Driver, names: Sequence[str]) -> dict[tuple[str, ...], Ended]:
-    """Each framework alone; with a GPU also all of them in one process, and PyTorch after TensorFlow."""
+    """Run the probes: each framework alone; with a GPU also all in one process, and PyTorch after TensorFlow."""
     several: list[tuple[str, ...]] = []
     if driver.cuda.devices and len(names) > 1:
         several.append(tuple(names))
         if "torch" in names and "tensorflow" in names:
             several.append(_TENSORFLOW_FIRST)
-    orders = [*several, *((name,) for name in sorted(names, key=_by_length))]
-    with ThreadPoolExecutor(at_once(driver, len(orders), _cpus())) as pool:
+    orders = [*several, *((name,) for name in sorted(names, key=_longest_first))]
+    with ThreadPoolExecutor(concurrency(driver, len(orders), _cpus())) as pool:
         try:
             waiting: dict[tuple[str, ...], Future[Ended]] = {
                 order: pool.submit(
@@ -219,13 +219,13 @@ def _probe(runner: _Runner, driver: Driver, names: Sequence[str]) -> dict[tuple[
             raise
 
 
-def _by_length(name: str) -> int:
-    """The longest probes first: they decide when all are done."""
+def _longest_first(name: str) -> int:
+    """Sort key: start the longest probes first, so that all finish sooner."""
     return -SPECS[name].examined.length
 
 
-def at_once(driver: Driver, probes: int, cpus: int) -> int:
-    """How many probes may run at a time: as many as there are CPUs, and as fit into the fullest GPU.
+def concurrency(driver: Driver, probes: int, cpus: int) -> int:
+    """The number of concurrent probes: limited by the CPUs and by the free memory of the fullest GPU.
 
     Only one if a GPU allows one process at a time.
     """

@@ -20,7 +20,7 @@ _PREFIXES = (
     "CUBLAS_", "PYCUDA_", "KERAS_", "MEMGUARD_",
 )  # fmt: skip
 _NAMES = {"LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CC", "CXX", "CONDA_PREFIX"}
-_LEFT_OUT = {"NVIDIA_REQUIRE_CUDA"}  # a long list of versions that the container runtime has checked
+_LEFT_OUT = {"NVIDIA_REQUIRE_CUDA"}  # long, and already checked by the container runtime
 _SECRET = re.compile(
     r"TOKEN|KEY|SECRET|PASS|PWD|PW(?![A-Z])|LOGIN|PIN(?![A-Z])|CRED|API(?!S)|AUTH|^TF_(VAR|CLI|TOKEN|WORKSPACE)",
     re.IGNORECASE,
@@ -43,10 +43,10 @@ def require_linux() -> None:
         )
 
 
-def clean(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for probes, in which no budget is applied."""
+def probe_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for the probes, without the variables that apply a budget."""
     kept = {name: value for name, value in environ.items() if name not in ("MEMGUARD_RUN", "MEMGUARD_CONFIG")}
-    if "PYTHONPATH" in kept:  # `memguard run` prepends a folder
+    if "PYTHONPATH" in kept:  # without the folder that `memguard run` prepends
         folders = [folder for folder in kept["PYTHONPATH"].split(os.pathsep) if not _ACTIVATE.search(folder)]
         kept["PYTHONPATH"] = os.pathsep.join(folders)
         if not folders:
@@ -56,7 +56,7 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that CUDA, the loader, a framework or memguard reads, without those that may be secret."""
+    """The variables that CUDA, the loader, a framework or memguard reads. Omits names that suggest a secret."""
     return {
         printable(name): _value(name, printable(value))[:2000]
         for name, value in sorted(environ.items())
@@ -65,18 +65,18 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _value(name: str, value: str) -> str:
-    """The value; of a compiler only the program, as its options may hold anything."""
+    """The value of a variable; of CC and CXX only the program, because options may contain a secret."""
     return next(iter(value.split()), "") if name in ("CC", "CXX") else value
 
 
-def level(environ: Mapping[str, str]) -> int:
-    """TF_CPP_MIN_LOG_LEVEL: the lowest severity of TensorFlow's messages that the user sees, 0 for all."""
+def tensorflow_log_level(environ: Mapping[str, str]) -> int:
+    """TF_CPP_MIN_LOG_LEVEL: the lowest severity of TensorFlow's messages that are printed, 0 for all."""
     given = environ.get("TF_CPP_MIN_LOG_LEVEL", "")
     return min(int(given), 3) if given.isdecimal() and len(given) < 100 else 0
 
 
 def tools(environ: Mapping[str, str], root: str = "/") -> dict[str, str | None]:
-    """Paths of the programs that frameworks start. `nvcc off the PATH` is one in the folder of CUDA's toolkit."""
+    """Paths of the compilers that frameworks run. `nvcc off the PATH`: the one in the CUDA toolkit's folder."""
     paths = {name: shutil.which(name, path=environ.get("PATH", os.defpath)) for name in _TOOLS}
     found = {name: printable(path) if path is not None else None for name, path in paths.items()}
     if found["nvcc"] is None:
@@ -88,7 +88,7 @@ def tools(environ: Mapping[str, str], root: str = "/") -> dict[str, str | None]:
 
 
 def system(environ: Mapping[str, str], python: str, executable: str, root: str = "/") -> System:
-    """The machine; `python` and `executable` are those of the interpreter to examine."""
+    """The machine and the examined interpreter: `python` is its version, `executable` its path."""
     kernel = platform.release()
     return System(
         platform=sys.platform,
@@ -103,24 +103,24 @@ def system(environ: Mapping[str, str], python: str, executable: str, root: str =
 
 
 def container(environ: Mapping[str, str], root: str = "/") -> str | None:
-    """The kind of container that this runs in, by the files and variables that each kind sets."""
-    kind = _first(os.path.join(root, "run/systemd/container")) or environ.get("container", "")
+    """The kind of container that this process runs in, by the files and variables of each kind."""
+    kind = _first_line(os.path.join(root, "run/systemd/container")) or environ.get("container", "")
     if "KUBERNETES_SERVICE_HOST" in environ:
         return "kubernetes"
-    if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ or _is(root, ".singularity.d"):
+    if "APPTAINER_CONTAINER" in environ or "SINGULARITY_CONTAINER" in environ or _exists(root, ".singularity.d"):
         return "apptainer"
-    if _is(root, "run/.containerenv") or kind == "podman":
+    if _exists(root, "run/.containerenv") or kind == "podman":
         return "podman"
-    if _is(root, ".dockerenv") or kind == "docker":
+    if _exists(root, ".dockerenv") or kind == "docker":
         return "docker"
     return "lxc" if kind.startswith("lxc") else None
 
 
-def _is(root: str, path: str) -> bool:
+def _exists(root: str, path: str) -> bool:
     return os.path.exists(os.path.join(root, path))
 
 
-def _first(path: str) -> str:
+def _first_line(path: str) -> str:
     try:
         with open(path, encoding="utf-8") as file:
             return file.read(100).strip()
@@ -129,7 +129,7 @@ def _first(path: str) -> str:
 
 
 def without_home(value: Any, homes: tuple[str, ...]) -> Any:
-    """The same plain data with `~` for the home folder and no users in URLs: facts are made to be shown to others."""
+    """Replace the home folder by `~`, and remove user names from URLs: facts are meant to be shared."""
     if isinstance(value, str):
         value = _USER.sub("//***@", printable(value))
         for home in homes:
@@ -143,7 +143,7 @@ def without_home(value: Any, homes: tuple[str, ...]) -> Any:
 
 
 def homes(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The home folder in each spelling, the longest first; empty if it is no folder of a user."""
+    """The spellings of the home folder, the longest first; empty if there is none."""
     named = [environ.get("HOME", ""), os.path.expanduser("~")]
     found = {path.rstrip("/") for name in named if name for path in (name, os.path.realpath(name))}
     return tuple(

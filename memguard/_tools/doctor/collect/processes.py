@@ -1,8 +1,7 @@
-"""Runs a process, keeps what it reports and prints, and makes sure that it ends.
+"""Runs a process, records its report and stderr, and makes sure that it ends.
 
-It gets a session of its own and is killed with everything that it started, at its time-out or when it ends. Daemons
-that left the session are found by a variable in their environment. Only processes with another environment or user
-escape.
+The process gets its own session. At its time-out or end it is killed with all processes that it started. Daemons
+outside the session are found by an environment variable. Only processes with another environment or user escape.
 """
 
 from __future__ import annotations
@@ -22,27 +21,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from memguard._devices import proc
 from memguard._tools.doctor.bounds import clip
 from memguard._tools.doctor.probes.main import libraries
 
 _SAID, _REPORTED = 1 << 18, 1 << 22
-"""Bytes of stderr and of the report that are kept. The rest is read and dropped, else the process would block."""
-_LINES, _LONG = 200, 400
+"""The bytes kept of stderr and of the report. The rest is read and dropped: a full pipe would block the process."""
+_LINES, _LINE_LENGTH = 200, 400
 _LINGER = 0.3
-"""Seconds of reading after the end: a child may hold the pipes open, or a hung probe prints where it is."""
+"""Seconds to go on reading after the end: a child may hold the pipes open, or a hung probe prints its traceback."""
 _MARK = "MEMGUARD_PROBE"
-_STUCK = 3.0
-"""Seconds to wait for a kill. A process that waits in a broken driver cannot be killed and is left behind."""
+_KILL_WAIT = 3.0
+"""Seconds to wait after SIGKILL. A process blocked in a broken driver cannot be killed and is left behind."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 @dataclass
 class Ended:
-    """How a process ended, and what it had reported and printed until then.
+    """How a process ended, and its report and stderr until then.
 
-    reported   the objects of its JSON lines; other lines are left out
+    reported   the objects of its JSON lines; invalid lines are dropped
     said       its lines on stderr, each once, the first and the last hundred
-    libraries  what it had mapped when it was stopped at its time-out
+    libraries  the files it had mapped when it was stopped at its time-out
     """
 
     seconds: float
@@ -57,12 +57,12 @@ class Ended:
 def watch(
     command: Sequence[str], spec: Mapping[str, Any], environ: Mapping[str, str], timeout: float, stop: threading.Event
 ) -> Ended:
-    """Run `command` with `spec` as its last argument, in JSON, which also says the file descriptor to report on.
+    """Run `command` with `spec` as JSON in its last argument, together with the file descriptor of the report.
 
     Ends it after `timeout` seconds, or when `stop` is set. Raises OSError if it cannot be started.
     """
     inside, outside = _pipe()
-    mark = f"{secrets.token_hex(16)}.{int(timeout) + 10}"  # and the seconds after which it ends itself
+    mark = f"{secrets.token_hex(16)}.{int(timeout) + 10}"  # the number: seconds after which the process ends itself
     started = time.monotonic()
     try:
         process = subprocess.Popen(
@@ -82,14 +82,14 @@ def watch(
     assert process.stderr is not None
     ended, code = Ended(0.0), None
     with os.fdopen(inside, "rb", 0) as reported, process.stderr as stderr:
-        kept = {reported: _Kept(_REPORTED), stderr: _Kept(_SAID)}
+        kept = {reported: _HeadAndTail(_REPORTED), stderr: _HeadAndTail(_SAID)}
         try:
             ended.hung = _read(process, kept, started + timeout, stop)
             if ended.hung:
                 ended.libraries = _mapped(process.pid)
                 if not stop.is_set():
                     with contextlib.suppress(OSError):
-                        os.kill(process.pid, signal.SIGUSR1)  # a probe prints where it is; any other process ends
+                        os.kill(process.pid, signal.SIGUSR1)  # a probe prints its traceback; other processes end
                     _read(process, kept, time.monotonic() + _LINGER, stop)
         finally:
             code = _kill(process, mark)
@@ -102,7 +102,7 @@ def watch(
 
 
 def _pipe() -> tuple[int, int]:
-    """A pipe with descriptors above 2: if one of the first three is closed here, the child gets its own there."""
+    """A pipe with descriptors above 2: if 0, 1 or 2 is closed here, Popen would replace them in the child."""
     ends = os.pipe()
     try:
         inside = fcntl.fcntl(ends[0], fcntl.F_DUPFD_CLOEXEC, 3)
@@ -116,8 +116,8 @@ def _pipe() -> tuple[int, int]:
             os.close(end)
 
 
-class _Kept:
-    """The beginning and the end of a stream: a crash is reported at the end."""
+class _HeadAndTail:
+    """Keeps the first and the last bytes of a stream: a crash is reported at the end."""
 
     def __init__(self, most: int) -> None:
         self._head, self._tail, self._half = b"", b"", most // 2
@@ -133,9 +133,9 @@ class _Kept:
 
 
 def _read(
-    process: subprocess.Popen[bytes], kept: Mapping[IO[bytes], _Kept], deadline: float, stop: threading.Event
+    process: subprocess.Popen[bytes], kept: Mapping[IO[bytes], _HeadAndTail], deadline: float, stop: threading.Event
 ) -> bool:
-    """Read until the process has ended, and a moment longer. True if it did not end in time."""
+    """Read until the process has ended, and `_LINGER` longer. True if it did not end in time."""
     with selectors.DefaultSelector() as selector:
         for stream in kept:
             os.set_blocking(stream.fileno(), False)
@@ -155,39 +155,39 @@ def _read(
                     return False
             elif now >= deadline or stop.is_set():
                 return True
-        while not _has_ended(process):  # it closed both pipes and still runs
+        while not _has_ended(process):  # the process closed both pipes and still runs
             if time.monotonic() >= deadline or stop.wait(0.02):
                 return True
     return False
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended. Does not reap it: its PID is needed to kill its group."""
-    return _was_reaped(process) or os.waitid(os.P_PID, process.pid, _LOOK) is not None
+    """Whether the process has ended. Does not reap it: its PID is needed to kill its group."""
+    return _was_reaped(process) or os.waitid(os.P_PID, process.pid, _PEEK) is not None
 
 
-_LOOK = os.WEXITED | os.WNOHANG | os.WNOWAIT
+_PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
 def _was_reaped(process: subprocess.Popen[bytes]) -> bool:
-    """Whether it has ended and was reaped by others: the kernel, if SIGCHLD is ignored, or a handler of SIGCHLD."""
+    """Whether the process was reaped elsewhere: by the kernel if SIGCHLD is ignored, or by a handler of SIGCHLD."""
     try:
-        os.waitid(os.P_PID, process.pid, _LOOK)
+        os.waitid(os.P_PID, process.pid, _PEEK)
         return False
     except ChildProcessError:
         return True
 
 
 def _kill(process: subprocess.Popen[bytes], mark: str) -> int | None:
-    """Kill it and all that it started. Its exit code; None if it is stuck in the driver, or others reaped it."""
+    """Kill the process and its descendants. Returns its exit code; None if it is stuck, or was reaped elsewhere."""
     reaped = _was_reaped(process)
-    if not reaped:  # else its PID may belong to another process by now
-        for pid in descendants(process.pid):  # before their parent, after whose end they are init's
+    if not reaped:  # a reaped PID may belong to another process
+        for pid in proc.descendants("/", process.pid) or ():  # before their parent: orphans get init as parent
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        deadline = time.monotonic() + _STUCK
+        deadline = time.monotonic() + _KILL_WAIT
         while not _has_ended(process) and time.monotonic() < deadline:
             time.sleep(0.005)
         reaped = _was_reaped(process)
@@ -198,7 +198,7 @@ def _kill(process: subprocess.Popen[bytes], mark: str) -> int | None:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill what has left the session. In rounds: a process may have been starting another."""
+    """Kill the processes outside the session, in rounds: one may have been starting another."""
     for _ in range(5):
         found = list(_marked(f"{_MARK}={mark}".encode()))
         for pid in found:
@@ -210,8 +210,8 @@ def _kill_marked(mark: str) -> None:
 
 
 def _marked(entry: bytes) -> Iterator[int]:
-    """The processes of this user with `entry` in their environment."""
-    deadline = time.monotonic() + _STARTING
+    """The PIDs of this user's processes with `entry` in their environment."""
+    deadline = time.monotonic() + _START_WAIT
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc"):
             if not name.isdecimal() or int(name) == os.getpid():
@@ -223,29 +223,29 @@ def _marked(entry: bytes) -> Iterator[int]:
                     yield int(name)
 
 
-_STARTING = 0.5
-"""Seconds to wait for processes that are just starting; 20 ms were measured with two of them on each core."""
+_START_WAIT = 0.5
+"""Seconds to wait for starting processes; 20 ms were measured with two of them on each core."""
 
 
 def _environment(pid: int | str, deadline: float) -> bytes:
-    """The environment that the kernel shows, which is empty while the process still loads its program."""
+    """The environment of a process, as the kernel shows it: empty while the process still executes execve."""
     while True:
         with open(f"/proc/{pid}/environ", "rb") as file:
             found = file.read()
         if found or time.monotonic() > deadline:
             return found
         with open(f"/proc/{pid}/stat", "rb") as file:
-            if not _may_have_one(file.read()):
+            if not _may_have_environment(file.read()):
                 return found
         time.sleep(0.001)
 
 
-def _may_have_one(stat: bytes) -> bool:
+def _may_have_environment(stat: bytes) -> bool:
     """Whether a process whose environment was read as empty may have one by now, or soon.
 
-    By the fields of proc_pid_stat(5), with their numbers there; False if a kernel gives fewer fields than Linux.
+    By the fields of proc_pid_stat(5), with their numbers there; False if stat has fewer fields than on Linux.
     """
-    fields = stat.rpartition(b")")[2].split()  # the name before may contain anything
+    fields = stat.rpartition(b")")[2].split()  # the process name may contain spaces and parentheses
     try:
         state, flags, code, start, end = (fields[number - 3] for number in (3, 9, 27, 50, 51))
         # While the kernel measures the environment, both of its ends are the begin; the end of the code is set after.
@@ -260,38 +260,18 @@ _EXITING, _KTHREAD = 0x00000004, 0x00200000
 
 
 def _mapped(pid: int) -> tuple[str, ...]:
-    """What the process has mapped; empty if the kernel does not answer, as for one that is stuck in a driver."""
+    """The files the process has mapped; empty if the kernel does not answer, as for a process stuck in a driver."""
     found: list[str] = []
     reader = threading.Thread(target=lambda: found.extend(libraries(pid)), daemon=True)
     reader.start()
-    reader.join(_STUCK)
+    reader.join(_KILL_WAIT)
     return tuple(found)
-
-
-def descendants(pid: int) -> list[int]:
-    """The processes that it started, and those that they started, as far as they are still its own."""
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        for children in _children(waiting.pop()):
-            found.append(children)
-            waiting.append(children)
-    return found
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                found += [int(word) for word in file.read().split()]
-    return found
 
 
 def _objects(data: bytes) -> list[dict[str, Any]]:
     found = []
     for line in data.splitlines():
-        # A line may be cut short by a crash, or come from elsewhere.
+        # A crash may have cut a line; other code may have written one.
         with contextlib.suppress(ValueError, RecursionError):
             value = clip(json.loads(line))
             if isinstance(value, dict):
@@ -300,10 +280,10 @@ def _objects(data: bytes) -> list[dict[str, Any]]:
 
 
 def lines(data: bytes) -> tuple[str, ...]:
-    """The lines, without colours and of bounded length and number. Lines that differ only in digits count as one."""
+    """Split stderr into lines: no colours, bounded length and number. Lines that differ only in digits count as one."""
     found: dict[str, str] = {}
     for line in _ANSI.sub("", data.decode(errors="replace")).splitlines():
-        plain = "".join(char for char in line.rstrip()[:_LONG] if char.isprintable() or char == "\t")
+        plain = "".join(char for char in line.rstrip()[:_LINE_LENGTH] if char.isprintable() or char == "\t")
         if plain.strip():
             found.setdefault(re.sub(r"\d+", "0", plain), plain)
     kept = tuple(found.values())
@@ -313,5 +293,5 @@ def lines(data: bytes) -> tuple[str, ...]:
 def _signal(number: int) -> str:
     try:
         return signal.Signals(number).name
-    except ValueError:  # a real-time one
+    except ValueError:  # a real-time signal
         return f"signal {number}"

@@ -1,4 +1,4 @@
-"""The process that called `memguard.doctor()`: modules, contexts, allocators. Initialises nothing."""
+"""The calling process of `memguard.doctor()`: modules, contexts, allocators. Initialises nothing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from memguard._base import specs
-from memguard._base.specs import CONTEXT_MAKER
 from memguard._devices import contexts, suspension
 from memguard._devices.nvml import Nvml
+from memguard._frameworks import specs
+from memguard._frameworks.specs import CONTEXT_MAKER
 from memguard._tools.doctor.facts import Process
 from memguard._tools.doctor.probes.main import libraries
 from memguard.errors import DeviceError
 
 
 def process(uuids: Iterable[str]) -> Process:
-    """This process. `uuids`: the GPUs that NVML lists."""
+    """Facts of this process. `uuids`: the GPUs that NVML lists."""
     from memguard._runtime.runtime import this
 
     session = this.session
@@ -26,20 +26,20 @@ def process(uuids: Iterable[str]) -> Process:
     return Process(
         modules=tuple(name for name in list(sys.modules) if name in known),
         libraries=tuple(libraries()),
-        contexts=_bytes(uuids),
-        foreign_context=_foreign(),
+        contexts=_context_bytes(uuids),
+        foreign_context=_foreign_context(),
         allocators=allocators(sys.modules),
         budget=session is not None and session.active,
     )
 
 
-def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
+def _context_bytes(uuids: Iterable[str]) -> dict[str, int | None]:
     """Bytes by the UUID of each GPU on which this process has a context; None if NVML does not say how many.
 
     NVML lists the host's PIDs, so a process in a container does not find its own.
     """
     found: dict[str, int | None] = {}
-    if suspension.now is not None:  # it has none on any
+    if suspension.now is not None:  # a suspended process has no context
         return found
     nvml = Nvml()
     try:
@@ -57,10 +57,10 @@ def _bytes(uuids: Iterable[str]) -> dict[str, int | None]:
     return found
 
 
-def _foreign() -> bool | None:
-    """Whether this thread's context, or one that an import made, is not a primary one; None if unknown.
+def _foreign_context() -> bool | None:
+    """Whether this thread's context, or the one of PyCUDA's autoinit, is not a primary context; None if unknown.
 
-    The current context is not enough: the first call of the CUDA runtime, as PyTorch's, makes the primary one current.
+    The current context is not enough: the first call of the CUDA runtime makes the primary context current.
     """
     if suspension.now is not None or CONTEXT_MAKER.hook not in sys.modules or not contexts.initialised():
         return None
@@ -73,12 +73,12 @@ def _foreign() -> bool | None:
 
 
 def allocators(modules: Mapping[str, Any]) -> dict[str, str]:
-    """What replaces a framework's own allocator, by framework. Asks only frameworks that are imported."""
+    """The allocator that replaces a framework's own, by framework. Reads only imported modules."""
     found: dict[str, str | None] = {}
     for module in specs.modules("in_process"):
         ask, name = module.IN_PROCESS.swapped, module.__name__.split(".")[2]
         try:
             found[name] = ask(modules) if ask is not None else None
-        except Exception:  # another version has it elsewhere: unknown
+        except Exception:  # another version of the framework: unknown
             found[name] = None
     return {name: swapped for name, swapped in found.items() if swapped is not None}

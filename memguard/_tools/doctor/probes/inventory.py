@@ -1,4 +1,4 @@
-"""What is installed in the interpreter to examine, and where `import` would find it. Imports no framework."""
+"""The packages of the examined interpreter, and the files that `import` would load. Imports no framework."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _PACKAGES = re.compile(
 def probe(report: ProbeReport) -> None:
     with report.stage("inventory"):
         report.put(executable=sys.executable, python=".".join(str(part) for part in sys.version_info[:3]))
-        distributions = list(_distributions())  # in the order of sys.path: of one name the first is imported
+        distributions = list(_distributions())  # in the order of sys.path: `import` takes the first of a name
         report.put(packages={name: d.version for name, d in reversed(distributions) if _PACKAGES.match(name)})
         for framework, module in report.modules.items():
             pattern = report.distributions[framework]
             ours = [(name, d) for name, d in distributions if re.match(pattern, name) and _installs(d, module, name)]
-            # `import` does not find those further down the path.
+            # Distributions further down sys.path are hidden.
             ours = [(name, d) for name, d in ours if _place(d) == _place(ours[0][1])]
             path = _found(module)
             folder = _folder(ours[0][1], module, path) if ours else None
@@ -44,7 +44,7 @@ def probe(report: ProbeReport) -> None:
 
 
 def _namesakes(report: ProbeReport, distributions: Any) -> None:
-    """Other distributions that install a package memguard, as PyPI's `memguard` does, which is another project."""
+    """Report other distributions that install a package memguard. PyPI's `memguard` is another project."""
     ours = "memguard-gpu"
     found = {n: d for n, d in reversed(distributions) if n == ours or ("memguard" in n and _installs(d, "memguard", n))}
     if not set(found) - {ours}:
@@ -58,8 +58,8 @@ def _namesakes(report: ProbeReport, distributions: Any) -> None:
 def _is_ours(path: str, own: Any, others: Any) -> bool:
     """Whether the memguard/__init__.py at `path` is this project's. Another distribution may have overwritten it.
 
-    The hashes that the distributions recorded decide. An editable installation records none, nor does a checkout: then
-    the file must name our modules.
+    The hashes that the distributions recorded decide. Editable installations and checkouts record none: then the file
+    must name one of this project's modules.
     """
     try:
         with open(path, "rb") as file:
@@ -81,7 +81,7 @@ def _recorded(distribution: Any, path: str) -> str | None:
 
 
 def _url(distribution: Any) -> Any:
-    """Where a distribution was installed from, if that was no index (PEP 610): a URL, or the path of a `file:` URL."""
+    """The source of a distribution that came from no index (PEP 610): a URL, or the path of a `file:` URL."""
     url = _origin(distribution).get("url")
     return re.sub("^file://", "", url) if isinstance(url, str) else None
 
@@ -99,7 +99,7 @@ def _distributions() -> Any:
     for distribution in importlib.metadata.distributions():
         name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
         place = (name, _place(distribution))
-        # The same folder may be on the path twice. An invalid name comes from damaged metadata.
+        # sys.path may have a folder twice. Damaged metadata has invalid names.
         if re.fullmatch(r"[a-z0-9_][a-z0-9_.+-]{0,199}", name) and place not in seen:
             seen.add(place)
             yield name, distribution
@@ -118,24 +118,26 @@ def _installs(distribution: Any, module: str, name: str) -> bool:
 
 
 def _folder(distribution: Any, module: str, path: str | None) -> str | None:
-    """Where the distribution installs modules, spelled as in `path`; None for an editable one, whose are elsewhere."""
+    """The folder with the distribution's modules, spelled as in `path`; None for an editable installation."""
     with contextlib.suppress(AttributeError):
         if _origin(distribution).get("dir_info", {}).get("editable"):
             return None
     folder = os.path.normpath(str(distribution.locate_file("")))
-    with contextlib.suppress(OSError):  # the same folder by another name: lib64 for lib, links that uv makes
+    with contextlib.suppress(OSError):  # one folder by two names: lib and lib64, or uv's links
         if path is not None and os.path.samefile(os.path.join(folder, module), os.path.dirname(path)):
             return os.path.dirname(os.path.dirname(path))
     return folder
 
 
 def _shadow(module: str, folder: str | None) -> str | None:
-    """The file in `folder` that a program there would import instead. It is found, and not run."""
+    """The file in `folder` that a program there would import instead. Does not import it."""
     if folder is None or os.path.realpath(folder) in map(os.path.realpath, sys.path):
         return None
     with contextlib.suppress(ImportError, ValueError, OSError):
         found = importlib.machinery.PathFinder.find_spec(module, [folder])
-        return found.origin if found is not None else None  # None for a folder without __init__.py: it comes last
+        return (
+            found.origin if found is not None else None
+        )  # None for a namespace package, which has the lowest priority
     return None
 
 

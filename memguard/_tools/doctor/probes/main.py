@@ -1,11 +1,10 @@
-"""Runs probes in a process of their own and reports to the parent: JSON lines on a pipe, one at a time.
+"""Runs probes in a separate process. Reports each fact to the parent at once, as JSON lines on a pipe.
 
-So what was read before a crash is known. stderr is left to the framework, and the parent keeps it. Started as
-`python FILE SPEC`; probes are loaded by their path, so that no file beside this one or them is found in place of a
-framework's.
+The parent thus knows all facts read before a crash. stderr belongs to the framework; the parent records it. The command
+is `python FILE SPEC`. Probes are loaded by path, so that no file in their folders shadows a framework's module.
 
-Nothing of the current folder is imported: a json.py there is somebody's file. What a program in that folder would find
-instead of a framework is looked for, and not run (`ProbeReport.beside`).
+Nothing is imported from the current folder, where a json.py may be the user's. The inventory looks for files there that
+would shadow a framework, and does not run them (`ProbeReport.beside`).
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import sys
 if __name__ == "__main__":
     import _signal  # type: ignore[import-not-found]
 
-    # Python puts this folder first, unless it was told not to (-P, PYTHONSAFEPATH): its files are no modules to find.
+    # Python puts this file's folder first in sys.path (unless -P, PYTHONSAFEPATH): remove it.
     if sys.path and os.path.realpath(sys.path[0]) == os.path.dirname(os.path.realpath(__file__)):
         del sys.path[0]
-    # Ends a process whose parent was killed. By a built-in module, before anything can hang.
+    # End this process if the parent is killed. Set first, by a built-in module, before anything can hang.
     _signal.alarm(int(os.environ.get("MEMGUARD_PROBE", "").rpartition(".")[2] or 0))
 
 import contextlib
@@ -31,7 +30,7 @@ import re
 import signal
 import time
 
-TYPE_CHECKING = False  # as in `typing`, which is not needed at run time
+TYPE_CHECKING = False  # replaces `typing`, which is not needed at run time
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from typing import Any
@@ -41,58 +40,58 @@ LIBRARY = re.compile(
     r"|nvToolsExt|nvtx|nvidia-|c10|torch|tensorflow|rmm)|xla_cuda_plugin|cuda_plugin_extension|_pywrap_tensorflow_internal"
     r"|pycuda/_driver\.|jaxlib/_xla|cupy_backends/cuda/api/runtime\.)[^/]*$"
 )
-"""Files of CUDA and the frameworks' own libraries, among everything that a process has mapped."""
+"""Matches the mapped files of CUDA and of the frameworks."""
 _MOST = 3000
-"""Characters kept of an error's text: some quote whole tracebacks."""
+"""The longest error text, in characters: some quote whole tracebacks."""
 
 
 class Stopped(Exception):
-    """A step failed, which is reported already, or was the last one wanted."""
+    """Ends a probe: a step failed and was reported, or the last requested step is done."""
 
 
 class ProbeReport:
-    """Sends what one probe finds. `of`: the framework, if several share a process; `until`: the last step to run."""
+    """Sends the facts of one probe. `of`: the framework, if several share a process; `until`: the last step to run."""
 
     def __init__(self, fd: int, of: str = "", until: str | None = None) -> None:
         self._fd, self._of, self._until = fd, of, until
         self.modules: Mapping[str, str] = {}
-        """What is imported to have a framework, by its name."""
+        """The module to import for each framework, by framework name."""
         self.distributions: Mapping[str, str] = {}
-        """How the names of the distributions begin that bring a framework, by its name: regular expressions."""
+        """Regular expressions for the start of a distribution's name, by framework name."""
         self.beside: str | None = None
-        """The folder whose modules a program finds before all others; None if it finds none there."""
+        """The folder that comes first in a program's sys.path; None if there is none."""
         self._libraries: list[str] = []
 
     @staticmethod
     def cuda_version(number: int) -> str:
-        """CUDA's number as it is written: 13020 is 13.2."""
+        """Format CUDA's version number: 13020 is 13.2."""
         return f"{number // 1000}.{number % 1000 // 10}"
 
     @staticmethod
     def cudnn_version(number: int) -> str:
-        """cuDNN's number as it is written: 91900 is 9.19.0, and before version 9 8902 was 8.9.2."""
+        """Format cuDNN's version number: 91900 is 9.19.0; before version 9, 8902 is 8.9.2."""
         if number >= 90000:
             return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
         return f"{number // 1000}.{number // 100 % 10}.{number % 100}"
 
     def put(self, **facts: Any) -> None:
-        """Facts of the framework, by their names in `_tools.doctor.facts.FrameworkFacts`."""
+        """Report facts of the framework, by their names in `_tools.doctor.facts.FrameworkFacts`."""
         self._send(facts=facts)
 
     def framework(self, name: str, **facts: Any) -> None:
-        """Facts of another framework than the probe's."""
+        """Report facts of another framework than the probe's."""
         self._send(facts=facts, of=name)
 
     @contextlib.contextmanager
     def stage(self, name: str, quiet: bool = False) -> Iterator[None]:
-        """A step of the probe. An error is reported and ends the probe. `quiet`: report nothing but an error."""
+        """Run a step of the probe. An exception is reported and ends the probe. `quiet`: report only an exception."""
         started = time.monotonic()
         error: BaseException | None = None
         try:
             yield
         except Stopped:
             raise
-        except BaseException as raised:  # some call sys.exit on import
+        except BaseException as raised:  # some modules call sys.exit on import
             error = raised
         failure = {} if error is None else {"error": text(error), "kind": kind(error)}
         if error is not None or not quiet:
@@ -108,7 +107,7 @@ class ProbeReport:
             self.put(cudnn_loaded=found)
 
     def done(self, name: str) -> None:
-        """The probe has finished, also if its framework raised."""
+        """Report that the probe has finished, even if the framework raised."""
         self._send(done=name)
 
     def mapped(self) -> None:
@@ -124,7 +123,7 @@ class ProbeReport:
 
 
 def libraries(pid: int | str = "self") -> list[str]:
-    """The files matching `LIBRARY` that a process has mapped, links resolved; empty if they cannot be read."""
+    """The mapped files of a process that match `LIBRARY`, links resolved; empty if /proc cannot be read."""
     try:
         with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
             fields = [line.rstrip("\n").split(None, 5) for line in maps]
@@ -135,7 +134,7 @@ def libraries(pid: int | str = "self") -> list[str]:
 
 
 def text(error: BaseException) -> str:
-    """The text of an error and of its cause; the middle of a long one is left out."""
+    """The text of an exception and of its cause, without the middle of a long one."""
     message = str(error)
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None and str(cause) not in message:
@@ -148,7 +147,7 @@ def kind(error: BaseException) -> str:
 
 
 def cudnn() -> str | None:
-    """The version of the cuDNN that this process has mapped, from the library itself."""
+    """The version of the cuDNN that this process has mapped, as the library reports it."""
     for path in libraries():
         if re.search(r"/libcudnn\.so", path):
             with contextlib.suppress(OSError, AttributeError):
@@ -159,7 +158,7 @@ def cudnn() -> str | None:
 
 
 def load(name: str, path: str | None) -> Any:
-    """The probe in that file, loaded under a name that no framework has; None without a file."""
+    """Load the probe in that file, under a module name that no framework uses; None without a file."""
     if path is None:
         return None
     spec = importlib.util.spec_from_file_location(f"_memguard_probe_{name}", path)
@@ -170,35 +169,35 @@ def load(name: str, path: str | None) -> Any:
 
 
 def imports(report: ProbeReport, name: str) -> None:
-    """The probe of a framework that has none of its own: whether it can be imported."""
+    """The default probe of a framework: import it."""
     with report.stage("import"):
         module = importlib.import_module(report.modules.get(name, name))
         report.put(path=module.__file__, version=getattr(module, "__version__", None))
 
 
 def _beside(first: str | None) -> str | None:
-    """The folder that Python puts first: the program's, else the current one."""
+    """The folder that Python puts first in sys.path: the program's, or else the current folder."""
     if getattr(sys.flags, "safe_path", False):  # -P, PYTHONSAFEPATH
         return None
     try:
         return first or os.getcwd()
-    except OSError:  # it was deleted
+    except OSError:  # the current folder was deleted
         return None
 
 
 def main(spec: Mapping[str, Any]) -> None:
-    """Run the probes of `spec`: `fd` of the pipe, `probes` by name, `timeout`; optional are `files`, the path of each
-    probe, `modules` and `distributions`, what is imported to have a framework and what brings it, `until`, the last
-    step of each probe, and `path`, the whole `sys.path`, or `first`, the folder of the program."""
+    """Run the probes of `spec`. Required: `fd` of the pipe, `probes` by name, `timeout`. Optional: `files` (the path of
+    each probe), `modules` and `distributions` (as in `ProbeReport`), `until` (the last step of each probe), and `path`
+    (the whole `sys.path`) or `first` (the folder of the program)."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
-    # The parent asks where it hangs. Not by faulthandler's timer, which reads running frames and crashes.
+    # The parent requests a traceback by SIGUSR1: faulthandler's timer reads running frames and can crash.
     faulthandler.register(signal.SIGUSR1, all_threads=False, chain=False)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(int(spec["timeout"]) + 10)  # in case the parent was killed
+    signal.alarm(int(spec["timeout"]) + 10)  # ends this process if the parent was killed
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGALRM})
     sys.argv = ["-c"]
     if spec.get("path"):

@@ -17,6 +17,7 @@ from typing import Any
 from memguard._frameworks.arenas.spec import SPEC
 
 from memguard._base.types import Applied, Device, Enforcement, Usage
+from memguard._base.undo import Undo
 from memguard._devices.host import Host
 from memguard._frameworks.base import Framework
 
@@ -35,7 +36,7 @@ class Arenas(Framework):
     def _live(self, module: ModuleType) -> bool:
         return bool(self._own)
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         arenas: Any = sys.modules["arenas"]
         kind = arenas.Session
         uuid, self._cap = next(iter(caps.items()))
@@ -56,7 +57,7 @@ class Arenas(Framework):
             try:
                 return ran(session, size)
             except arenas.Full as error:
-                self._refused(error, uuid, size)
+                self._report_refusal(error, uuid, size)
                 raise
 
         @functools.wraps(closed)
@@ -65,14 +66,14 @@ class Arenas(Framework):
             session.limit = self._own.pop(session, session.limit)
             self._divide()
 
-        def undo() -> None:
+        def restore() -> None:
             kind.__init__, kind.run, kind.close = begun, ran, closed
             for session, limit in list(self._own.items()):
                 session.limit = limit
 
-        self.changes.add(self.name, undo)
+        undo.add(self.name, restore)
         kind.__init__, kind.run, kind.close = begin, run, close
-        return Applied(Enforcement.ENFORCED, undo)
+        return Applied(Enforcement.ENFORCED)
 
     def _divide(self) -> None:
         left = max(self._cap - sum(one.held for one in self._own), 0)

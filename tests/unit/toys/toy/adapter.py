@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from memguard._frameworks.toy.spec import SPEC
 
 from memguard._base.types import Applied, Device, Enforcement, Usage
+from memguard._base.undo import Undo
 from memguard._frameworks.base import Framework
 
 
@@ -21,11 +23,11 @@ class Toy(Framework):
     def _live(self, module: ModuleType) -> bool:
         return module.peak > 0
 
-    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any]) -> Applied:
+    def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         toy = sys.modules["toy"]
-        before, toy.limit = toy.limit, min(caps.values())
-        toy.tidy = options["tidy"]
-        return Applied(Enforcement.ENFORCED, lambda: setattr(toy, "limit", before))
+        undo.add(self.name, partial(setattr, toy, "limit", toy.limit))
+        toy.limit, toy.tidy = min(caps.values()), options["tidy"]
+        return Applied(Enforcement.ENFORCED)
 
     def usage(self, device: Device) -> Usage | None:
         toy = sys.modules.get("toy")

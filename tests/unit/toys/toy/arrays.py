@@ -6,7 +6,7 @@ import sys
 from typing import Any, ClassVar
 
 from memguard._frameworks.arrays import array_interface
-from memguard._frameworks.arrays.base import Arrays, Before
+from memguard._frameworks.arrays.base import Arrays, MakeWait
 from memguard._frameworks.arrays.compatibility import Layout, Traits
 from memguard._frameworks.arrays.lifetimes import Lifetime, Offer
 from memguard._frameworks.arrays.view import NUMPY_DTYPES, View
@@ -28,12 +28,12 @@ class ToyArrays(Arrays):
         dtype, strides = self._layout(x.values)
         return Offer(self.name, View(x.values.ctypes.data, x.values.shape, strides, dtype, None, False), x)
 
-    def import_view(self, view: View, lifetime: Lifetime, before: Before, stream: int | None) -> Any:
+    def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
         import numpy
 
         import toy
 
-        before(None)
+        make_wait(None)
         return toy.Tensor(numpy.asarray(array_interface.WithInterface(view, lifetime)))
 
     def copy(self, array: Any, device: int | None) -> Any:

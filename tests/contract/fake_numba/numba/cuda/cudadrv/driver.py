@@ -509,8 +509,8 @@ def primary(ordinal):
     return handle_of(ordinal)
 
 
-def quiet(ordinal, stream, other):
-    """In the place of `memguard._devices.streams.quiet`: of the legacy stream, without those that it waits for."""
+def quick_idle(ordinal, stream, other):
+    """In the place of `memguard._devices.streams.quick_idle`: of the legacy stream, without those that it waits for."""
     assert stream == LEGACY and other is None
     if gpu.awaits_capture(handle_of(ordinal)):
         from memguard._devices.streams import Captured

@@ -1,4 +1,4 @@
-"""What a driver asks of its workers: written into their environment, and read there. Pure."""
+"""The budget that a Ray driver passes to its workers in an environment variable. Pure."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from memguard import _budget
 from memguard._budget import Budget, MonitorConfig
 
 VARIABLE = "MEMGUARD_RAY"
-"""The environment variable. It holds the budget itself: a worker's machine need not have the file."""
+"""The environment variable. It contains the budget itself, so a worker's machine does not need the file."""
 HOOK = "memguard.integrations.ray.setup"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """`whole`: the budget is that of a whole GPU, of which a worker gets its `num_gpus`. `simulate` names the node's
-    GPUs, `job` what metrics call the worker. `setup` is the user's own hook, as `module.function`."""
+class WorkerRequest:
+    """The content of the variable.
+
+    `whole`: the budget is that of a whole GPU, and a worker gets the part that its `num_gpus` gives. `simulate` names
+    the node's simulated GPUs, `job` is the worker's name in metrics, `setup` the user's own hook (`module.function`).
+    """
 
     budget: Budget
     source: str
@@ -30,8 +33,8 @@ class Asked:
     @classmethod
     def of(
         cls, budget: Budget, *, whole: bool, simulate: str | Sequence[str] | None, setup: str | None = None
-    ) -> Asked:
-        """With a monitor, whose samples are Ray's metrics, and without a port: a node has several workers."""
+    ) -> WorkerRequest:
+        """Add a monitor for Ray's metrics, and remove the Prometheus port, which a node's workers cannot share."""
         metrics, source = budget.metrics, budget.source
         job = metrics.job if metrics is not None else None
         if metrics is not None:
@@ -46,8 +49,8 @@ class Asked:
         return json.dumps({"budget": self.budget.model_dump(exclude_none=True), "source": self.source, **more})
 
     @classmethod
-    def read(cls, environ: Mapping[str, str]) -> Asked:
-        """Raises ValueError; ConfigError for a budget that this version of memguard does not know."""
+    def read(cls, environ: Mapping[str, str]) -> WorkerRequest:
+        """Parse the variable. Raises ValueError; ConfigError for a budget that this memguard does not accept."""
         try:
             found = json.loads(environ[VARIABLE])
             budget, simulate = found.pop("budget"), tuple(found.pop("simulate"))
@@ -59,7 +62,7 @@ class Asked:
             ) from None
 
     def gpus(self, ids: Sequence[str]) -> list[str] | None:
-        """The names of the simulated GPUs that Ray gave to a worker by these numbers; None for real ones."""
+        """The names of the simulated GPUs that Ray assigned by the numbers `ids`; None if GPUs are real."""
         if not self.simulate:
             return None
         if len(self.simulate) == 1:

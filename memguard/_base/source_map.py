@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from functools import cached_property
 
+from memguard._base.advice import Problem
 from memguard._base.units import short
-from memguard._budget.values import device_key
-from memguard.errors import Problem
 
 MAX_DEPTH = 16
 MAX_NODES = 10_000
@@ -161,11 +160,13 @@ class Origin:
     """The positions of a budget's values, for problems found after parsing.
 
     All origins are equal, so that equal budgets may come from different files. `source` names the text in messages, and
-    is "" if the budget was made from plain Python values.
+    is "" if the budget was made from plain Python values. `device_key` normalises the key of a GPU: `cuda:0` to `0`.
     """
 
-    def __init__(self, source: str = "", document: Document | None = None) -> None:
-        self.source = source
+    def __init__(
+        self, source: str = "", document: Document | None = None, device_key: Callable[[str], str] = str
+    ) -> None:
+        self.source, self._device_key = source, device_key
         # The document itself is larger, and problems after parsing are rare: parse again then.
         self._text, self._reader = (None, None) if document is None else (document.text, document.reader)
 
@@ -176,7 +177,7 @@ class Origin:
         return hash(Origin)
 
     def problem(self, loc: Loc, message: str, fix: str) -> Problem:
-        """A problem with the value at `loc`. If the file leaves it out, the line is that of the nearest key above."""
+        """A problem with the value at `loc`. If the file omits it, the line is that of the nearest parent key."""
         marks = self._marks()
         line, column = marks.get(nearest(loc, marks)) or (None, None)
         return Problem(message, fix, line, column, path(loc))
@@ -188,12 +189,12 @@ class Origin:
         document = self._reader(self._text)
         parents = {loc[:-1] for loc in document.values}
         marks = document.values | {loc: mark for loc, mark in document.keys.items() if loc in parents}
-        return {_canonical(loc): mark for loc, mark in marks.items() if loc and mark}
+        return {self._canonical(loc): mark for loc, mark in marks.items() if loc and mark}
 
-
-def _canonical(loc: Loc) -> Loc:
-    """The path in the validated budget, which normalises `cuda:0` to `0`."""
-    return ("devices", device_key(str(loc[1])), *loc[2:]) if len(loc) > 1 and loc[0] == "devices" else loc
+    def _canonical(self, loc: Loc) -> Loc:
+        """The path in the validated budget."""
+        of_device = len(loc) > 1 and loc[0] == "devices"
+        return ("devices", self._device_key(str(loc[1])), *loc[2:]) if of_device else loc
 
 
 def in_order(unordered: Iterable[Problem]) -> list[Problem]:

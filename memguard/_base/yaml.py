@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from memguard._base.units import short
-from memguard._budget.source_map import (
+from memguard._base.advice import Problem
+from memguard._base.source_map import (
     MAX_DEPTH,
     MAX_NODES,
     MAX_TEXT,
@@ -27,7 +27,7 @@ from memguard._budget.source_map import (
     encodable,
     too_long,
 )
-from memguard.errors import Problem
+from memguard._base.units import short
 
 MAX_BYTES = 1 << 20
 TOO_LARGE = Problem("larger than 1 MiB: not a budget", "check that this is the file you mean", 1, 1)

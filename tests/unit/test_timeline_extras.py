@@ -24,7 +24,7 @@ from memguard._devices import suspension
 from memguard._devices.simulated import SimulatedHost
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._oom.refusal import RefusalEvents
-from memguard._runtime.beside import MOST, OTHERS, PEAK, PEAKS_EVERY, Peaks, Spans, Timeline, _Row
+from memguard._runtime.timeline_extras import MOST, OTHERS, PEAK, PEAKS_EVERY, Peaks, Spans, Timeline, _Row
 
 HOME = Path(memguard.__file__).parents[1]
 BUDGET: dict[str, Any] = {"version": 1, "frameworks": {"torch": {"limit": "10GiB"}, "cupy": {"limit": "4GiB"}}}
@@ -46,7 +46,7 @@ def begin(folder: Path, interval: str = "1h") -> SimulatedFramework:
     running = api.current_session().monitor
     assert running is not None
     until(lambda: running.last(60))
-    assert running.quiet(5)
+    assert running.wait_for_sample(5)
     return torch
 
 
@@ -154,7 +154,7 @@ def test_nothing_is_asked_while_the_process_is_off_its_gpus(tmp_path: Path, monk
 def test_a_forked_child_writes_nothing_at_its_end(tmp_path: Path) -> None:
     begin(tmp_path).allocate(GIB)
     running = api.current_session()
-    beside = next(one.beside for one in running.extensions if isinstance(one, Timeline))
+    beside = next(one.extras for one in running.extensions if isinstance(one, Timeline))
     assert beside is not None
     beside._spans._rows["step", "torch"] = _Row(0.0)
     beside._spans._lock = held_lock()  # by a thread that the child does not have

@@ -1,7 +1,7 @@
 """CUDA_VISIBLE_DEVICES as CUDA reads it (CUDA programming guide, "CUDA Environment Variables").
 
 The first entry decides whether the list has indices, UUIDs of GPUs or MIG instances. The list ends before the first
-entry that is of another kind or names nothing. An entry that names a GPU twice leaves no GPU at all.
+entry of another kind, or without a matching device. A GPU listed twice leaves no GPU at all.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Why = Literal["", "empty", "negative", "word", "repeated", "absent", "ambiguous"
 
 
 @dataclass(frozen=True)
-class Visible:
-    """What the variable leaves. `entries`: those that count; `stopped_at`: the entry that ended the list, and `why`."""
+class VisibleDevices:
+    """The parsed variable. `entries`: those that CUDA uses; `stopped_at`: the entry that ended the list, and `why`."""
 
     value: str
     kind: Kind | None
@@ -28,13 +28,13 @@ class Visible:
 
     @property
     def only_ended(self) -> bool:
-        """Whether the list was ended on purpose: nothing follows, as in `0,` and `0,-1`."""
+        """Whether the user ended the list on purpose: no device follows, as in `0,` and `0,-1`."""
         left = [entry.strip() for entry in self.value.split(",")][len(self.entries) :]
         return bool(self.entries) and all(not entry or re.fullmatch(r"-\d+", entry) for entry in left)
 
 
 def kind_of(entry: str) -> Kind | None:
-    """The kind of an entry; None if it cannot name a GPU. `1gpu` counts as 1, as strtoul reads it."""
+    """The kind of an entry; None for no device. `1gpu` counts as 1, as strtoul reads it."""
     if entry.startswith("GPU-"):
         return "GPU-"
     if entry.startswith("MIG-"):
@@ -47,22 +47,22 @@ def index_of(entry: str) -> int:
     return int(found.group()) if found else -1
 
 
-def read(value: str, count: int | None, uuids: Sequence[str] | None) -> Visible:
-    """How CUDA reads the value. `count` and `uuids` of the machine's GPUs; None if unknown."""
+def parse(value: str, count: int | None, uuids: Sequence[str] | None) -> VisibleDevices:
+    """Parse the value as CUDA does. `count` and `uuids`: the machine's GPUs; None if unknown."""
     listed = [entry.strip() for entry in value.split(",")]
     kind = kind_of(listed[0])
     kept: list[str] = []
     for entry in listed:
-        why = _wrong(entry, kind, count, uuids)
-        if not why and _names(entry, uuids) in {_names(other, uuids) for other in kept}:
-            return Visible(value, kind, (), entry, "repeated")
+        why = _why_rejected(entry, kind, count, uuids)
+        if not why and _device_key(entry, uuids) in {_device_key(other, uuids) for other in kept}:
+            return VisibleDevices(value, kind, (), entry, "repeated")
         if why:
-            return Visible(value, kind, tuple(kept), entry, why)
+            return VisibleDevices(value, kind, tuple(kept), entry, why)
         kept.append(entry)
-    return Visible(value, kind, tuple(kept))
+    return VisibleDevices(value, kind, tuple(kept))
 
 
-def _wrong(entry: str, kind: Kind | None, count: int | None, uuids: Sequence[str] | None) -> Why:
+def _why_rejected(entry: str, kind: Kind | None, count: int | None, uuids: Sequence[str] | None) -> Why:
     own = kind_of(entry)
     if not entry:
         return "empty"
@@ -75,13 +75,13 @@ def _wrong(entry: str, kind: Kind | None, count: int | None, uuids: Sequence[str
     if own == "index":
         return "absent" if count is not None and index_of(entry) >= count else ""
     if own == "MIG-" or uuids is None:
-        return ""  # NVML does not list MIG instances: unknown
+        return ""  # unknown: NVML does not list MIG instances
     matches = sum(uuid.lower().startswith(entry.lower()) for uuid in uuids)
     return "" if matches == 1 else "ambiguous" if matches else "absent"
 
 
-def _names(entry: str, uuids: Sequence[str] | None) -> object:
-    """The GPU that it names: two spellings of one GPU are equal."""
+def _device_key(entry: str, uuids: Sequence[str] | None) -> object:
+    """A key for the GPU of an entry: equal for two spellings of one GPU."""
     if kind_of(entry) == "index":
         return index_of(entry)
     return next((uuid for uuid in uuids or () if uuid.lower().startswith(entry.lower())), entry.lower())

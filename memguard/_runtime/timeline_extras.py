@@ -26,18 +26,18 @@ from memguard._timeline.format import PEAK
 if TYPE_CHECKING:
     from memguard._base.undo import Undo
     from memguard._guard.guard import Guard
-    from memguard._runtime.extensions import Context
+    from memguard._runtime.extensions import SessionContext
     from memguard._runtime.sampler import Monitor
 
 PEAKS_EVERY = 10.0
-"""Seconds between two lines with the peaks of the last sample. Peaks never fall, so few lines do."""
+"""Seconds between two lines with the peaks of the last sample. Peaks never fall, so few lines suffice."""
 GROWN = 0.01
-"""The relative growth of a peak that writes it again. It bounds the number of lines."""
+"""A peak is written again once it has grown by this fraction, which bounds the number of lines."""
 WORKLOAD = "workload"
 SPANS_EVERY = 1.0
-"""Seconds of short workloads of one name that become one event. A training step may be a workload."""
+"""Short workloads of one name within so many seconds become one event: each training step may be a workload."""
 MOST = 20
-"""Names of workloads with an event of their own in that time. Others share one, as a program may number its steps."""
+"""The most names with their own event in that time. Other names share one: a program may number its steps."""
 OTHERS = "other workloads"
 _HANGS = 0.5
 """Seconds after which the monitor's sample counts as hanging, at the end of the program or budget."""
@@ -47,37 +47,37 @@ class Timeline(Extension):
     """The timeline file of `monitor: {timeline: ...}`. The session writes samples, events and refusals into it."""
 
     before_monitor = True
-    beside: Beside | None = None
+    extras: TimelineExtras | None = None
 
-    def prepare(self, session: Context, before: Context | None) -> None:
+    def prepare(self, session: SessionContext, before: SessionContext | None) -> None:
         """Raise TimelineError if the file cannot be begun after the end of `before`, which may use the same file."""
         writer = _writer(session)
         writer.check(before.writer if before is not None else None)
         session.write_to(writer)
 
-    def start(self, session: Context) -> None:
+    def start(self, session: SessionContext) -> None:
         writer, monitor = session.writer or _writer(session), session.monitor
         assert monitor is not None
         session.begin_timeline(writer)
-        self.beside = Beside(session.guard, monitor, writer, session.undo)
+        self.extras = TimelineExtras(session.guard, monitor, writer, session.undo)
 
     def tick(self, reading: Sample) -> None:
-        if reading.devices and self.beside is not None:
-            self.beside.sampled()
+        if reading.devices and self.extras is not None:
+            self.extras.sampled()
 
     def finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
-        if self.beside is not None:
-            self.beside.finished(report, seconds, failed)
+        if self.extras is not None:
+            self.extras.finished(report, seconds, failed)
 
     def forked(self) -> None:
-        self.beside = None
+        self.extras = None
 
     def at_exit(self) -> None:
-        if self.beside is not None:
-            self.beside.at_exit()
+        if self.extras is not None:
+            self.extras.at_exit()
 
 
-def _writer(session: Context) -> Writer:
+def _writer(session: SessionContext) -> Writer:
     wanted = session.guard.budget.monitor
     assert wanted is not None and wanted.timeline is not None
     return Writer(
@@ -92,7 +92,7 @@ def _writer(session: Context) -> Writer:
 
 
 class Peaks:
-    """The peaks written last. For one thread at a time; two threads could at worst write a line twice."""
+    """The last written peaks. For one thread at a time; two threads could at worst write a line twice."""
 
     def __init__(self, every: float = PEAKS_EVERY, clock: Callable[[], float] = time.monotonic) -> None:
         self._every, self._clock = every, clock
@@ -185,14 +185,14 @@ class Spans:
         return [found._replace(bytes=row.peak or None, times=row.count if row.count > 1 else None)]
 
 
-class Beside:
+class TimelineExtras:
     """Writes the timeline extras of one budget. Never raises in the program: it omits figures that it cannot read."""
 
     def __init__(self, guard: Guard, monitor: Monitor, writer: Writer, undo: Undo) -> None:
-        """`undo` already closes the writer. The step that stops the monitor comes later."""
+        """`undo` already has the step that closes the writer; the step that stops the monitor is added later."""
         self._guard, self._monitor, self._writer = guard, monitor, writer
         self._peaks, self._spans = Peaks(), Spans()
-        self._pid, self._taken = os.getpid(), False  # whether the final sample was taken at the end of the main thread
+        self._pid, self._taken = os.getpid(), False  # `_taken`: `_before_exit` wrote the final sample
         undo.add("last sample", self.last)
         undo.add("last sample", lambda: life.not_at_main_thread_end(self._before_exit))
         life.at_main_thread_end(self._before_exit)
@@ -226,10 +226,10 @@ class Beside:
         Skipped if the monitor's sample hangs in the driver, as this one would, and during interpreter finalization.
         Returns whether the sample was written.
         """
-        if sys.is_finalizing() or self._pid != os.getpid():  # in a forked child, inherited locks may be held for ever
+        if sys.is_finalizing() or self._pid != os.getpid():  # a forked child: nobody releases inherited locks
             return False
         self._write_spans(everything=True)
-        if not self._monitor.quiet(_HANGS):
+        if not self._monitor.wait_for_sample(_HANGS):
             return False
         guard, writer = self._guard, self._writer
         try:
@@ -237,7 +237,7 @@ class Beside:
             if sample is None:
                 return False
             writer.sample(sample)
-            for event in [*guard.moved(), *self._peaks.events(sample.time, guard.peaks(), last=True)]:
+            for event in [*guard.take_events(), *self._peaks.events(sample.time, guard.peaks(), last=True)]:
                 writer.event(event)
         except Exception as error:
             _log.debug("the last sample was not taken: %s", text_of(error))

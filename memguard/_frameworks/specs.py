@@ -3,9 +3,8 @@
 The budget, its schema, the plan, the ledger, the reports, the monitor, the doctor and the simulation all read this
 table. Adding a framework takes one folder: its `spec.py` defines `SPEC`, which names the adapter.
 
-The table is here because rooms below `_frameworks/` read it too: the budget's schema has a key for each framework. Each
-`spec.py` imports nothing but `_base` (`tests/unit/test_framework_folders.py`). Discovery loads no adapter and imports
-no framework.
+Of `_frameworks/`, the budget and its plan read only this table. Each `spec.py` imports nothing but `_base`
+(`tests/unit/test_framework_folders.py`). Discovery loads no adapter and imports no framework.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -64,10 +63,18 @@ CONTEXT_MAKER = next(row for row in SPECS.values() if row.context_module)
 """The framework that can create a second CUDA context."""
 
 
+OPTION_OWNERS: Mapping[str, str] = {option.name: row.name for row in SPECS.values() for option in row.options}
+"""The framework that has each option. Each option has one."""
+
+
 def setting(option: str) -> str:
     """The path in the budget of an option that one framework has: `frameworks.torch.nccl` for `nccl`."""
-    owner = next(row.name for row in SPECS.values() if any(own.name == option for own in row.options))
-    return f"frameworks.{owner}.{option}"
+    return f"frameworks.{OPTION_OWNERS[option]}.{option}"
+
+
+def pool_capped(clients: Iterable[str]) -> bool:
+    """Whether the driver can cap the shared pool of these frameworks: none allocates from the default pool only."""
+    return not any(SPECS[name].default_pool for name in clients)
 
 
 def framework_name(text: str) -> FrameworkName:

@@ -1,0 +1,42 @@
+"""The phases of a process that leaves its GPUs and returns, and the table of their transitions: pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+
+
+class Phase(Enum):
+    RUNNING = "running"
+    """On its GPUs."""
+    LEAVING = "leaving"
+    """The gates close, and the driver moves its GPU memory to the host."""
+    OFF = "off"
+    """Off its GPUs, and whole. Also if the driver did not say how the move ended: the gates stay closed."""
+    RETURNING = "returning"
+    """It waits for room, and the driver restores it."""
+    LOST = "lost"
+    """The driver has destroyed what it had on its GPUs. Only the end of the process frees the rest."""
+
+
+TRANSITIONS: Mapping[tuple[Phase, Phase], str] = {
+    (Phase.RUNNING, Phase.LEAVING): "suspend, once every check has passed",
+    (Phase.LEAVING, Phase.OFF): "moved to the host, or its state is unknown",
+    (Phase.LEAVING, Phase.RUNNING): "refused, failed or interrupted, and taken back",
+    (Phase.LEAVING, Phase.LOST): "taking it back failed",
+    (Phase.OFF, Phase.RETURNING): "resume, once it has its lease",
+    (Phase.OFF, Phase.RUNNING): "another process has resumed it",
+    (Phase.RETURNING, Phase.RUNNING): "restored",
+    (Phase.RETURNING, Phase.OFF): "no room, or interrupted",
+    (Phase.RETURNING, Phase.LOST): "the restore failed",
+}
+"""Every transition, with its cause. A forked child begins in RUNNING, without CUDA."""
+SETTLED = frozenset({Phase.RUNNING, Phase.OFF, Phase.LOST})
+"""The phases in which a call of memguard ends, whatever interrupts it. The others last as long as the call."""
+
+
+class IllegalTransition(RuntimeError):
+    """A transition that is not in the table."""
+
+    def __init__(self, before: Phase, after: Phase) -> None:
+        super().__init__(f"a process cannot change from {before.name} to {after.name}")

@@ -1,0 +1,45 @@
+"""The exit codes of every command."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from memguard.errors import MemguardError
+
+YES: Final = 0
+"""Done, or the answer is yes."""
+NO: Final = 1
+"""The answer is no: it does not fit, it is refused, something is wrong with what was examined."""
+INPUT: Final = 2
+"""The command line or a file that is read is invalid, or a file or standard output cannot be written."""
+NO_GPU: Final = 3
+"""No NVIDIA driver or no GPU."""
+UNKNOWN: Final = 4
+"""The answer could not be found out."""
+INTERRUPTED: Final = 130
+"""128 + SIGINT: Ctrl-C."""
+READER_LEFT: Final = 141
+"""128 + SIGPIPE: nobody reads standard output any more, as with `| head -1`."""
+
+
+class InputError(MemguardError):
+    """The command line asks for something that cannot be done here, or names a file that cannot be used."""
+
+    exit_code = INPUT
+
+
+def gpu_here() -> bool:
+    """Whether NVML finds a GPU: without one, what could not be answered ends with `NO_GPU`."""
+    from memguard._devices.nvml import Nvml
+    from memguard.errors import DeviceError
+
+    try:
+        nvml = Nvml()
+    except DeviceError:
+        return False
+    try:
+        return bool(nvml.devices())
+    except DeviceError:
+        return False
+    finally:
+        nvml.close()
