@@ -293,7 +293,7 @@ def test_a_suspend_that_is_killed_is_finished_by_resume(machine: Machine, step: 
 @pytest.mark.parametrize("how", ["damaged", "held", "of memguard 0.1.0"])
 def test_a_process_comes_back_without_the_database(machine: Machine, how: str) -> None:
     process = machine.start()
-    assert machine.call("suspend", process.pid, "--unsafe").returncode == 0
+    assert machine.call("suspend", process.pid, "--unsafe", "--yes").returncode == 0
     record = machine.record(process)
     assert record is not None and record.measured
     database, (message,) = Path(machine.where, "leases.sqlite"), spare.read(machine.where)
