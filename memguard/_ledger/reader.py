@@ -390,8 +390,8 @@ class LedgerReader:
     def _exchange_usage(self, device: Device) -> dict[str, Usage]:
         """The exchange's memory for other processes, as the usage of its row; empty if it is 0."""
         loans = sys.modules.get(_LOANS)
-        kept: Mapping[int, int] | None = getattr(loans, "kept", None)
-        size = kept.get(ordinal, 0) if kept and (ordinal := self._ordinal(device)) is not None else 0
+        held: Mapping[int, int] | None = getattr(loans, "held_for_processes", None)
+        size = held.get(ordinal, 0) if held and (ordinal := self._ordinal(device)) is not None else 0
         return {EXCHANGE: Usage(size, size, 0)} if size else {}
 
     def _shared_pool_usage(

@@ -137,7 +137,7 @@ except MemguardError:  # a rare one: say who has the timeline
     from memguard._timeline.writer import Writer
     for one in gc.get_objects():
         if type(one) is Writer and one._opened:
-            print(one._pid, one._closing, one._begun, one._opened, len(one._pending), one._writing, one._turn._lock,
+            print(one._pid, one._closing, one._begun, one._opened, len(one._pending), one._writing, one._locked._lock,
                   [type(two).__name__ for two in gc.get_referrers(one)], file=sys.stderr)
     print(memguard.api.this.session, sys.modules["memguard._timeline.writer"]._closing_writers, file=sys.stderr)
     faulthandler.dump_traceback()

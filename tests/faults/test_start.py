@@ -27,7 +27,7 @@ ALWAYS = {
     "_base.types", "_base.undo", "_base.units",
     "_runtime.workers", "errors", "_base.findings", "_budget.shared_pool",
     "_budget", "_budget.rules", "_budget.schema", "_base.source_map", "_budget.values",
-    "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda", "_devices.suspension",
+    "_devices", "_devices.contexts", "_devices.host", "_devices.libcuda", "_devices.phase", "_devices.suspension",
     "_frameworks", "_frameworks.base", "_frameworks.driver_pages", "_frameworks.import_hook",
     "_frameworks.registry", "_frameworks.replacements", "_frameworks.second_contexts",
     "_frameworks.pycuda", "_frameworks.pycuda.contexts",

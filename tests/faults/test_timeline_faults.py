@@ -158,7 +158,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
     import threading
     out = Writer(sys.argv[2], plan)
     out.sample(sample(0))
-    with out._turn._lock:
+    with out._locked._lock:
         child = os.fork()
         if child == 0:
             for at in range(100):

@@ -121,6 +121,13 @@ def test_a_real_pipe_and_one_that_is_only_written() -> None:
     assert done.returncode == 2 and done.stderr.startswith(b"<stdin>: cannot be read: ")
 
 
-def test_without_a_file_it_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_file_it_takes_the_nearest_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "below").mkdir()
+    monkeypatch.chdir(tmp_path / "below")
     assert call("check") == 2
-    assert "Missing argument 'BUDGET...'" in capsys.readouterr().err
+    assert "there is none in " in capsys.readouterr().err
+    (tmp_path / "budget.yaml").write_text("version: 1\nframeworks:\n  torch: {share: 50%}\n")
+    assert call("check") == 0
+    assert f"{tmp_path / 'budget.yaml'}: ok" in capsys.readouterr().out

@@ -286,7 +286,7 @@ def test_starting_caps_lend_to_those_who_cannot_ask_first(parts: list[tuple[str,
     caps = starting_caps(room, least, elastic)
     assert list(caps) == list(least) and sum(caps.values()) <= room
     assert all(caps[name] == size for name, size in least.items() if name not in elastic)
-    order = [n for n in elastic if not SPECS[n].asks] + [n for n in elastic if SPECS[n].asks]
+    order = [n for n in elastic if not SPECS[n].requests_room] + [n for n in elastic if SPECS[n].requests_room]
     for before, after in pairwise(order):
         if caps[after] > elastic[after][0]:
             assert caps[before] == elastic[before][1], "nobody is lent anything before all before it have their max"
