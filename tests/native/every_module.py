@@ -59,7 +59,7 @@ if mode == "budget":
     def with_gpus(adapter, bring):
         # What a build for CPUs lacks, put there as soon as the framework is imported.
         apply = adapter.apply
-        adapter.apply = lambda self, caps, options: (bring(self), apply(self, caps, options))[1]
+        adapter.apply = lambda self, caps, options, undo: (bring(self), apply(self, caps, options, undo))[1]
 
     def allocator(self):  # no more than that: other code must not think that there is CUDA
         torch = sys.modules["torch"]

@@ -25,7 +25,7 @@ blocks.FRESH = 0
 asked, told = [], []
 def short(answer):
     def call(shortage):
-        asked.append([shortage.framework, shortage.uuid == uuid, shortage.asked, shortage.needed, shortage.full])
+        asked.append([shortage.framework, shortage.uuid == uuid, shortage.requested, shortage.needed, shortage.full])
         return answer(shortage)
     framework.on_shortage = call
 framework.on_refusal = lambda moment: told.append([moment.requested, moment.reclaimable]) and None

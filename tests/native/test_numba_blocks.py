@@ -466,7 +466,7 @@ def test_a_request_is_served_once_room_was_made(beside: Run) -> None:
         + """
 asked, refused, theirs = [], [], ctypes.c_uint64()
 def short(shortage):
-    asked.append([shortage.asked // MIB, shortage.needed // MIB, shortage.full])
+    asked.append([shortage.requested // MIB, shortage.needed // MIB, shortage.full])
     if shortage.full:
         stub.cuMemFree_v2(theirs)
     else:
