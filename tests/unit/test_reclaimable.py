@@ -1,8 +1,9 @@
-"""What each framework could give back: `memguard.reclaimable()` and `memguard reclaim --dry-run`."""
+"""What each framework could give back: `memguard.reclaimable()`, and the columns of `ps` and `top --once`."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from timelines import START, plan_of, sample_of
 import memguard
 from memguard._base.types import FrameworkSample, Sample
 from memguard._base.units import GIB, MIB
+from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard.figures import FrameworkReclaimable, of_sample
+from memguard._node.suspend import processes
 from memguard._timeline.writer import Writer
 
 pytestmark = pytest.mark.usefixtures("nothing_stays")
@@ -89,3 +92,25 @@ def test_top_once_has_a_column_for_it(tmp_path: Path, capsys: pytest.CaptureFixt
     end = head.index("reclaim") + len("reclaim")
     cells = {line.split()[0]: line[:end].split()[-1] for line in lines if line.startswith("  ") and line.split()[1:]}
     assert (cells["torch"], cells["pycuda"], cells["jax"], cells["cupy"]) == ("5.00", "1.00", "0.00", "unknown")
+
+
+def test_ps_has_a_column_for_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a process that `memguard top` may watch; here this one itself."""
+    gpu = processes.Gpu("GPU-a", 0, "NVIDIA H200", 140 * GIB, GIB, 139 * GIB, {os.getpid(): GIB})
+    person = processes.Person(None, "alice", "python train.py")
+    read = processes.Readings((gpu,), {os.getpid(): person})
+    monkeypatch.setattr(processes, "read", lambda door: read)
+    budget = {"version": 1, "frameworks": {"torch": {"share": "50%"}}, "monitor": {"top": True}}
+    guard = memguard.init(budget, simulate="h200")
+    try:
+        torch = guard.frameworks["torch"]
+        assert isinstance(torch, SimulatedFramework)
+        torch.free(torch.allocate(2 * GIB))
+        assert call("ps", "--json") == 0
+        (row,) = json.loads(capsys.readouterr().out)["processes"]
+        assert row["reclaimable"] == 2 * GIB
+        assert call("ps") == 0 and "2.00 GiB" in capsys.readouterr().out
+    finally:
+        memguard.shutdown()
+    assert call("ps", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["processes"][0]["reclaimable"] is None

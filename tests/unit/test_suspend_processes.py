@@ -108,11 +108,12 @@ def test_unknown_is_never_nothing() -> None:
     found = listing(Readings((gpu({11: None}, None, used=None),), {}))
     (row,) = found.rows
     assert (row.bytes, row.busy, row.budget, row.start, row.user) == ({A: None}, None, None, None, "")
-    text = table(found, 0)
+    text = table(found, 0, {})
     assert text.splitlines()[1].split() == [
         "11",
         "unknown",
         "0:",
+        "unknown",
         "unknown",
         "unknown",
         "unknown",
@@ -143,7 +144,7 @@ def test_a_record_of_one_that_runs_is_of_somebody_who_was_killed() -> None:
     read = Readings((gpu({13: GIB}),), PEOPLE, (RECORD,), (), {OFF: State.RUNNING}, {OFF: 99})
     (row,) = listing(read).rows
     assert (row.state, row.step, row.worker) == ("running", "suspended", 99)
-    assert "running (suspended by 99)" in table(listing(read), 0)
+    assert "running (suspended by 99)" in table(listing(read), 0, {})
 
 
 def test_another_process_with_the_same_pid_has_none_of_it() -> None:
@@ -160,14 +161,14 @@ def test_memory_that_nobody_is_listed_for_is_said() -> None:
 
 def test_the_table() -> None:
     gpus = (gpu({11: GIB, 12: 9 * GIB}, {12: 80}),)
-    text = table(listing(Readings(gpus, PEOPLE, (RECORD,), (), {OFF: State.CHECKPOINTED})), 1000 + 7200)
-    assert text.splitlines() == [
-        "PID  USER   GPU MEMORY   BUSY     BUDGET   STATE              COMMAND",
-        "12   bob    0: 9.00 GiB  80%      unknown  running            vllm serve",
-        "13   alice  0: 4.00 GiB  unknown  b.yaml   suspended for 2 h  jupyter",
-        "11   alice  0: 1.00 GiB  0%       unknown  running            python train.py",
+    found = listing(Readings(gpus, PEOPLE, (RECORD,), (), {OFF: State.CHECKPOINTED}))
+    assert table(found, 1000 + 7200, {11: 512 << 20}).splitlines() == [
+        "PID  USER   GPU MEMORY   RECLAIMABLE  BUSY     BUDGET   STATE              COMMAND",
+        "12   bob    0: 9.00 GiB  unknown      80%      unknown  running            vllm serve",
+        "13   alice  0: 4.00 GiB  unknown      unknown  b.yaml   suspended for 2 h  jupyter",
+        "11   alice  0: 1.00 GiB  512.0 MiB    0%       unknown  running            python train.py",
     ]
-    assert table(listing(Readings((), {})), 0) == "no process with GPU memory is seen here"
+    assert table(listing(Readings((), {})), 0, {}) == "no process with GPU memory is seen here"
 
 
 SIZES = st.none() | st.integers(0, 200 * GIB)
@@ -196,7 +197,7 @@ def test_any_readings_make_a_listing(
     read = Readings((gpu(first, busy), gpu(second, None, B)), PEOPLE if known else {}, recorded, (), states)
     found = listing(read)
     Draft202012Validator(SCHEMA).validate(json.loads(json.dumps(found.as_dict())))
-    assert table(found, 100.0)
+    assert table(found, 100.0, {})
     listed = {*first, *second}
     assert listed <= {row.pid for row in found.rows}
     assert len({(row.pid, row.start) for row in found.rows}) == len(found.rows)

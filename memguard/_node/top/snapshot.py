@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from memguard._frameworks.specs import NEVER_GIVE_BACK
+
 SCHEMA = 1
 EVENTS = 50
 """Events that are kept of each target."""
@@ -34,6 +36,11 @@ class Part:
     @property
     def cached(self) -> int | None:
         return None if self.held is None or self.in_use is None else max(self.held - self.in_use, 0)
+
+    @property
+    def returnable(self) -> int | None:
+        """What a trim would return: `reclaimable`, but 0 of a pool that returns nothing while its process lives."""
+        return 0 if self.name in NEVER_GIVE_BACK else self.reclaimable
 
 
 @dataclass(frozen=True)

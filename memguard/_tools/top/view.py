@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from memguard._frameworks.specs import NEVER_GIVE_BACK
-from memguard._node.top.snapshot import Gpu, Listed, Part, Share, Snapshot, Target, off, present
+from memguard._node.top.snapshot import Gpu, Listed, Share, Snapshot, Target, off, present
 from memguard._tools.top.bars import ASCII, BLOCKS, Signs, card_bar, framework_bar
 from memguard._tools.top.texts import UNKNOWN, ago, clean, clock, cut, gib, in_ascii, left, right, wrapped
 
@@ -138,11 +137,6 @@ def _gpu(
         yield Line((Span(f"    and {len(listed) - _LISTED} more: memguard ps", "others"),))
 
 
-def _returnable(part: Part) -> int | None:
-    """What a trim would return."""
-    return 0 if part.name in NEVER_GIVE_BACK else part.reclaimable
-
-
 def _present(snapshot: Snapshot, gpu: Gpu) -> list[tuple[Target, Share]]:
     """Whose figures belong to the GPU's: NVML reads this machine's now, a simulated one is read by its process."""
     return present(gpu.uuid, snapshot.targets, snapshot.time if snapshot.machine and not gpu.simulated else None)
@@ -203,7 +197,7 @@ def _share(
         held = gib(part.held)
         if part.held is None and part.at_least is not None:
             held = f"{'>=' if signs is ASCII else '≥'}{gib(part.at_least)}"
-        cells = (held, _cap(part.cap), gib(part.in_use), gib(part.cached), gib(_returnable(part)))
+        cells = (held, _cap(part.cap), gib(part.in_use), gib(part.cached), gib(part.returnable))
         numbers = "".join(right(text, _NUMBER) for text in cells[: len(columns)])
         yield Line(
             (
