@@ -20,6 +20,8 @@ MAX_LINE = 1 << 20
 """Bytes. The writer writes no longer line, and the reader never loads one into memory."""
 MAX_SECONDS = 1e10
 """Upper bound of a time: three centuries."""
+MAX_WHOLE = 1 << 63
+"""Upper bound of a whole number in options, reports and what is known of a framework."""
 MAX_PART = 10**9 - 1
 """A part's number has at most nine digits in its file's name."""
 _WHOLE = {int}
@@ -246,7 +248,7 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return int(value) if abs(value) < 1 << 63 else None
+        return int(value) if abs(value) < MAX_WHOLE else None
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if depth and isinstance(value, Mapping):

@@ -10,7 +10,7 @@ import random
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -693,6 +693,43 @@ def test_bounds_of_elastic_shares_are_read_back_and_older_files_have_none(tmp_pa
     assert load_timeline(out.path).plan == plan
     change_header(Path(out.path), lambda header: header["plan"]["devices"][0].pop("elastic"))
     assert load_timeline(out.path).plan == PLAN
+
+
+HUGE = pytest.mark.parametrize("huge", [10**400, -(10**400), 1 << 63], ids=["huge", "negative", "64 bits"])
+
+
+def places(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """The path of each number in a JSON value, and of each null, in whose place a number may stand."""
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(inner, *path, key)
+    elif value is None or type(value) in (int, float):
+        yield path
+
+
+def put(value: Any, path: tuple[Any, ...], number: Any) -> None:
+    for key in path[:-1]:
+        value = value[key]
+    value[path[-1]] = number
+
+
+@HUGE
+def test_a_number_out_of_range_is_refused_in_every_place_of_a_header(tmp_path: Path, huge: int) -> None:
+    moving = {"torch": (2 * GIB, 8 * GIB)}
+    plan = replace(
+        PLAN, devices=(replace(PLAN.devices[0], elastic=moving),), options={"torch": {"split": [1, {"at": 2}]}}
+    )
+    with Writer(tmp_path / "{rank}.jsonl", plan, limit_bytes=SMALL, frameworks={"torch": {"streams": 3}}) as out:
+        fill(out, 3000)
+    thinned = tmp_path / "0.0.jsonl"
+    whole = thinned.read_text()
+    found = list(places(json.loads(whole.partition("\n")[0])))
+    assert {path[-1] for path in found} >= {"reserved", "every", "at", "streams"}
+    for path in found:
+        thinned.write_text(whole)
+        change_header(thinned, lambda header, path=path: put(header, path, huge))  # type: ignore[misc]
+        with pytest.raises(TimelineError, match=r"0\.0\.jsonl:1: .*\n    fix: "):
+            load_timeline(thinned)
 
 
 @pytest.mark.parametrize("bounds", [[1], [1, 2, 3], 7, None, [-1, 2], ["1", 2], {"min": 1}])
