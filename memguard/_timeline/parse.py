@@ -37,10 +37,11 @@ _WORDS: _Field = (0, 0, (str,))
 _TRUTH: _Field = (0, 1, (bool,))
 _SIZE: _Field = (0, MAX_SIZE, (int,))
 _MAYBE_SIZE: _Field = (0, MAX_SIZE, (int, type(None)))
-_EVENT: Mapping[str, tuple[type, ...]] = {
-    "kind": (str,), "text": (str,), "level": (str,), "uuid": (str,), "framework": (str,), "seconds": (int, float),
-    **dict.fromkeys(NUMBERS, (int,)),
-}  # fmt: skip
+_EVENT: Mapping[str, _Field] = {
+    **dict.fromkeys(("kind", "text", "level", "uuid", "framework"), _WORDS),
+    "seconds": (-MAX_SECONDS, MAX_SECONDS, (int, float)),
+    **dict.fromkeys(NUMBERS, (-MAX_SIZE, MAX_SIZE, (int,))),
+}
 _DEVICE: Mapping[str, _Field] = {
     "uuid": _WORDS, "name": _WORDS, "index": _SIZE, "total": _SIZE, "reserved": _MAYBE_SIZE, "architecture": _WORDS,
     "ordinal": _MAYBE_SIZE, "simulated": _TRUTH, "unified": _TRUTH,
@@ -105,11 +106,11 @@ class Parser:
             if kind == "event":
                 return self._event(float(time), content)
             if kind == "oom":
-                return Oom(float(time), {**content})
+                return Oom(float(time), {**_in_range(content)})
             if kind != "columns":
                 self.fail(f"{short(kind)} is not a record of version {VERSION}", _UPGRADE)
             self._columns = self.columns(content)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             self.fail(f"the {kind} is damaged: {_why(error)}", "remove the line")
         return None
 
@@ -153,10 +154,11 @@ class Parser:
         return Sample(time, tuple(devices))
 
     def _event(self, time: float, content: dict[str, Any]) -> Event:
-        for key, value in content.items():
-            if type(value) not in _EVENT.get(key, ()):
-                raise ValueError(f"{key} is {short(value)}")
         about = dict(content)
+        for key, value in about.items():
+            if key not in _EVENT:
+                raise ValueError(f"{key} is {short(value)}")
+            self._checked(about, key, *_EVENT[key])
         if "level" in about:
             if about["level"] not in _LEVELS:
                 raise ValueError(f"level is {short(about['level'])}")

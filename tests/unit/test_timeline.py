@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import itertools
 import json
@@ -24,7 +25,7 @@ from memguard._base.types import DeviceSample, Event, FrameworkSample, Pressure,
 from memguard._base.units import GIB, KIB, MAX_SIZE, MIB
 from memguard._budget.ranks import rank_of
 from memguard._timeline import Dropped, Oom, Writer, files, load_timeline, writer
-from memguard._timeline.format import MAX_LINE
+from memguard._timeline.format import MAX_LINE, MAX_SECONDS
 from memguard.errors import TimelineError
 
 PLAN = plan_of()
@@ -87,7 +88,7 @@ samples_ = st.builds(Sample, times, st.lists(devices, max_size=3, unique_by=lamb
 events_ = st.builds(
     Event, times, st.text(max_size=20), st.text(max_size=400), st.none() | st.sampled_from(Pressure),
     st.none() | st.text(max_size=50), st.none() | st.text(max_size=50),
-    st.none() | st.floats(allow_nan=False, allow_infinity=False), maybe, maybe, maybe, maybe, maybe, maybe, maybe,
+    st.none() | st.floats(-MAX_SECONDS, MAX_SECONDS), maybe, maybe, maybe, maybe, maybe, maybe, maybe,
 )  # fmt: skip
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 62), 1 << 62) | st.floats(allow_nan=False, allow_infinity=False)
@@ -142,9 +143,10 @@ def test_numbers_that_json_does_not_have_are_unknown(tmp_path: Path) -> None:
     with Writer(tmp_path / "run.jsonl", PLAN, clock=Clock()) as out:
         out.oom({"time": 10**400})
         out.event(Event(inf, "forecast", "\ud800 None", seconds=inf, bytes=1 << 70))
+        out.event(Event(inf, "forecast", "\ud800 None", seconds=1e300, bytes=-(1 << 70)))
         out.oom({"time": float("nan"), "seconds": -inf})
     timeline = load_timeline(out.path)
-    assert list(timeline.events()) == [Event(0.0, "forecast", "\ud800 None")]
+    assert list(timeline.events()) == [Event(0.0, "forecast", "\ud800 None")] * 2
     assert list(timeline.ooms()) == [Oom(START, {"time": None}), Oom(START, {"time": None, "seconds": None})]
 
 
@@ -730,6 +732,50 @@ def test_a_number_out_of_range_is_refused_in_every_place_of_a_header(tmp_path: P
         change_header(thinned, lambda header, path=path: put(header, path, huge))  # type: ignore[misc]
         with pytest.raises(TimelineError, match=r"0\.0\.jsonl:1: .*\n    fix: "):
             load_timeline(thinned)
+
+
+EVENT = {
+    "kind": "refused", "text": "", "seconds": 1.5, "bytes": 1, "times": 1, "held": 1, "in_use": 1, "reclaimable": 1,
+    "cap": 1, "free": 1,
+}  # fmt: skip
+
+
+@HUGE
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"sample": [[0, 1, 1, 1, 1, 1, [1, 1, 1]]]},
+        {"event": EVENT},
+        {"oom": {"requested": 1, "moment": {"held": 1, "parts": [1]}}},
+        {"columns": {"devices": [["a", 1, 1]], "frameworks": ["torch"], "caps": [[1]]}},
+    ],
+    ids=lambda record: next(iter(record)),
+)
+def test_a_number_out_of_range_is_refused_in_every_place_of_a_record(
+    tmp_path: Path, record: dict[str, Any], huge: int
+) -> None:
+    path = written(tmp_path)
+    header = path.read_text().partition("\n")[0]
+    record = {"t": START, **record}
+    path.write_text(f"{header}\n{json.dumps(record)}\n")
+    assert len(list(load_timeline(path).records())) == ("columns" not in record)
+    for place in places(record):
+        damaged = copy.deepcopy(record)
+        put(damaged, place, huge)
+        path.write_text(f"{header}\n{json.dumps(damaged)}\n")
+        with pytest.raises(TimelineError, match=r"0\.jsonl:2: .*\n    fix: "):
+            list(load_timeline(path).records())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("seconds", 1e300), ("seconds", -1e11), ("bytes", MAX_SIZE + 1), ("seconds", True)]
+)
+def test_an_event_with_a_number_out_of_range_names_it(tmp_path: Path, key: str, value: Any) -> None:
+    path = written(tmp_path)
+    with path.open("a") as file:
+        file.write(json.dumps({"t": START, "event": {**EVENT, key: value}}) + "\n")
+    with pytest.raises(TimelineError, match=rf":\d+: the event is damaged: {key} .*\n    fix: remove the line"):
+        list(load_timeline(path).records())
 
 
 @pytest.mark.parametrize("bounds", [[1], [1, 2, 3], 7, None, [-1, 2], ["1", 2], {"min": 1}])
