@@ -38,7 +38,18 @@ def rotated(path: str, number: int | str) -> str:
 
 
 def numbered(path: str) -> list[tuple[int, str]]:
-    """The files in the same folder that have names of parts of `path`, sorted by number."""
+    """The files that have names of parts of `path`, sorted by number.
+
+    If `path` is a link, these are beside the file that it names, or beside the link: a store of linked files has both.
+    """
+    found = _beside(path)
+    if os.path.islink(path):
+        known = {os.path.realpath(name) for _, name in found}
+        found += [part for part in _beside(os.path.realpath(path)) if os.path.realpath(part[1]) not in known]
+    return sorted(found)
+
+
+def _beside(path: str) -> list[tuple[int, str]]:
     base, suffix = os.path.splitext(path)
     folder, stem = os.path.split(base)
     pattern = re.compile(re.escape(stem) + r"\.(\d{1,9})" + re.escape(suffix), re.ASCII)
@@ -47,7 +58,7 @@ def numbered(path: str) -> list[tuple[int, str]]:
     except OSError:  # opening the file itself will raise with the reason
         return []
     found = ((pattern.fullmatch(name), name) for name in names)
-    return sorted((int(match[1]), os.path.join(folder, name)) for match, name in found if match)
+    return [(int(match[1]), os.path.join(folder, name)) for match, name in found if match]
 
 
 def written_as(path: str) -> list[str]:

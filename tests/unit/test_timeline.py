@@ -822,6 +822,41 @@ def test_parts_are_read_by_their_numbers_and_not_by_their_names(tmp_path: Path) 
     assert list(load_timeline(path).samples()) == whole
 
 
+@pytest.mark.parametrize("folder", [".", "links"])
+def test_a_link_to_a_timeline_is_read_with_the_older_parts(tmp_path: Path, folder: str) -> None:
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    (tmp_path / folder).mkdir(exist_ok=True)
+    link = tmp_path / folder / "link.jsonl"
+    link.symlink_to(path)
+    (tmp_path / folder / "again.jsonl").symlink_to(link)
+    for name in (link, link.with_name("again.jsonl")):
+        timeline = load_timeline(name)
+        assert list(timeline.samples()) == whole and timeline.notes == ()
+
+
+def test_parts_that_are_links_into_a_store_are_read_once(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    for number, part in enumerate(sorted(tmp_path.glob("*.jsonl"))):
+        os.rename(part, tmp_path / "store" / f"{number:08x}")
+        part.symlink_to(tmp_path / "store" / f"{number:08x}")
+    timeline = load_timeline(path)
+    assert list(timeline.samples()) == whole and timeline.notes == ()
+
+
+def test_a_link_to_a_timeline_that_is_rotated_while_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "link.jsonl"
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        samples = fill(out, 5)
+        link.symlink_to(out.path)
+        timeline = load_timeline(link)
+        fill(out, 60, START + 100)
+        assert list(timeline.samples())[:5] == samples and timeline.notes == ()
+
+
 def test_a_thinned_part_that_replaces_the_newest_is_refused(tmp_path: Path) -> None:
     """One of the two headers is damaged, and no one can say which."""
     path = in_parts(tmp_path, 3000)
