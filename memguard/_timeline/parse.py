@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
@@ -60,7 +61,7 @@ class Parser:
         raise TimelineError(f"{self.name}:{self.line}: {what}", fix=fix)
 
     def header(self, raw: bytes) -> Header:
-        record = self.object(raw)
+        record = self.object(raw.removeprefix(BOM_UTF8))  # an editor or a shell may have added it
         if "memguard_trace" in record:
             what = "the first line is not the header of a timeline: this is a trace"
             self.fail(what, f"memguard replay -c BUDGET {self.name}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -256,7 +257,7 @@ def _part(path: str, notes: list[str]) -> _Part | None:
 
 def _header(name: str, file: BinaryIO) -> Header | None:
     """The header. None if the file is empty or ends within the header."""
-    raw = file.readline(MAX_LINE + 1)
+    raw = file.readline(MAX_LINE + 1).removeprefix(BOM_UTF8)
     try:
         return Parser(name).header(raw)
     except TimelineError:

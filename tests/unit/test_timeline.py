@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
 import errno
 import itertools
@@ -820,6 +821,18 @@ def test_parts_are_read_by_their_numbers_and_not_by_their_names(tmp_path: Path) 
     whole = list(load_timeline(path).samples())
     os.rename(tmp_path / "0.1.jsonl", tmp_path / "0.77.jsonl")
     assert list(load_timeline(path).samples()) == whole
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    for part in tmp_path.glob("*.jsonl"):
+        part.write_bytes(codecs.BOM_UTF8 + part.read_bytes())
+    timeline = load_timeline(path)
+    assert list(timeline.samples()) == whole and timeline.notes == ()
+    path.write_bytes(path.read_bytes()[:40])
+    (note,) = [note for note in load_timeline(path).notes if "header" in note]
+    assert note.startswith(f"{path}: the header was cut short")
 
 
 @pytest.mark.parametrize("folder", [".", "links"])
