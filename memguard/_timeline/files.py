@@ -16,6 +16,9 @@ _CLOEXEC, _NOFOLLOW = getattr(os, "O_CLOEXEC", 0), getattr(os, "O_NOFOLLOW", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 """With it, opening a FIFO without a writer returns at once, and the check below refuses it."""
 
+_NUMBERED = re.compile(r"(.*[^/])\.\d{1,9}((?:\.[^./]*)?)", re.ASCII | re.DOTALL)
+"""The path of an older part, as `rotated` makes it: without the number it is the newest file's."""
+
 
 def expand(pattern: str | os.PathLike[str], pid: int, rank: int | None) -> str:
     """The absolute path with `{pid}` and `{rank}` filled in. Without either, both are inserted before the suffix."""
@@ -38,7 +41,29 @@ def rotated(path: str, number: int | str) -> str:
 
 
 def numbered(path: str) -> list[tuple[int, str]]:
-    """The files in the same folder that have names of parts of `path`, sorted by number."""
+    """The files that have names of parts of `path`, sorted by number.
+
+    If `path` is a link, these are beside the file that it names, or beside the link: a store of linked files has both.
+    """
+    found = _beside(path)
+    if os.path.islink(path):
+        known = {os.path.realpath(name) for _, name in found}
+        found += [part for part in _beside(os.path.realpath(path)) if os.path.realpath(part[1]) not in known]
+    return sorted(found)
+
+
+def parts_of_run(path: str) -> set[str]:
+    """The real paths of all files that may belong to the run of `path`, by their names. No command may overwrite them.
+
+    `path` names the newest file or an older part, directly or through links.
+    """
+    named = {path, os.path.realpath(path)}
+    named |= {match[1] + match[2] for match in map(_NUMBERED.fullmatch, named) if match}
+    found = [path, *filter(os.path.lexists, named), *(part for name in named for _, part in numbered(name))]
+    return set(map(os.path.realpath, found))
+
+
+def _beside(path: str) -> list[tuple[int, str]]:
     base, suffix = os.path.splitext(path)
     folder, stem = os.path.split(base)
     pattern = re.compile(re.escape(stem) + r"\.(\d{1,9})" + re.escape(suffix), re.ASCII)
@@ -47,7 +72,7 @@ def numbered(path: str) -> list[tuple[int, str]]:
     except OSError:  # opening the file itself will raise with the reason
         return []
     found = ((pattern.fullmatch(name), name) for name in names)
-    return sorted((int(match[1]), os.path.join(folder, name)) for match, name in found if match)
+    return [(int(match[1]), os.path.join(folder, name)) for match, name in found if match]
 
 
 def written_as(path: str) -> list[str]:

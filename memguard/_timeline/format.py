@@ -19,7 +19,9 @@ MAGIC = b'{"memguard_timeline":'
 MAX_LINE = 1 << 20
 """Bytes. The writer writes no longer line, and the reader never loads one into memory."""
 MAX_SECONDS = 1e10
-"""Upper bound of a time: three centuries."""
+"""Upper bound of a time, and of an event's `seconds`: three centuries."""
+MAX_WHOLE = 1 << 63
+"""Upper bound of a whole number in options, reports and what is known of a framework."""
 MAX_PART = 10**9 - 1
 """A part's number has at most nine digits in its file's name."""
 _WHOLE = {int}
@@ -235,10 +237,10 @@ def _detail(key: str, value: object) -> Any:
     """An event's optional field, converted to a type that the reader accepts; else None."""
     if key in NUMBERS:
         return number(value)
-    value = plain(value)
+    found = plain(value)
     if key == "seconds":
-        return value if type(value) in (int, float) else None
-    return value[:100] if isinstance(value, str) else None
+        return found if type(found) in (int, float) and abs(found) <= MAX_SECONDS else None
+    return found[:100] if isinstance(found, str) else None
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
@@ -246,7 +248,7 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
-        return int(value) if abs(value) < 1 << 63 else None
+        return int(value) if abs(value) < MAX_WHOLE else None
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if depth and isinstance(value, Mapping):

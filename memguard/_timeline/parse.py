@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from memguard._timeline.format import (
     MAX_LINE,
     MAX_PART,
     MAX_SECONDS,
+    MAX_WHOLE,
     NUMBERS,
     VERSION,
     Columns,
@@ -30,15 +32,22 @@ _NO_TIMELINE = "this is not a timeline: name a file that memguard's monitor wrot
 _OTHERS = "read the other parts of the timeline"
 _UPGRADE = "read it with the memguard that wrote it, or a later one"
 _LEVELS = {level.value: level for level in Pressure}
-_EVENT: Mapping[str, tuple[type, ...]] = {
-    "kind": (str,), "text": (str,), "level": (str,), "uuid": (str,), "framework": (str,), "seconds": (int, float),
-    **dict.fromkeys(NUMBERS, (int,)),
+_Field = tuple[float, float, tuple[type, ...]]
+"""Least and most of a number, and the types of the value."""
+_WORDS: _Field = (0, 0, (str,))
+_TRUTH: _Field = (0, 1, (bool,))
+_SIZE: _Field = (0, MAX_SIZE, (int,))
+_MAYBE_SIZE: _Field = (0, MAX_SIZE, (int, type(None)))
+_EVENT: Mapping[str, _Field] = {
+    **dict.fromkeys(("kind", "text", "level", "uuid", "framework"), _WORDS),
+    "seconds": (-MAX_SECONDS, MAX_SECONDS, (int, float)),
+    **dict.fromkeys(NUMBERS, (-MAX_SIZE, MAX_SIZE, (int,))),
+}
+_DEVICE: Mapping[str, _Field] = {
+    "uuid": _WORDS, "name": _WORDS, "index": _SIZE, "total": _SIZE, "reserved": _MAYBE_SIZE, "architecture": _WORDS,
+    "ordinal": _MAYBE_SIZE, "simulated": _TRUTH, "unified": _TRUTH,
 }  # fmt: skip
-_DEVICE: Mapping[str, tuple[type, ...]] = {
-    "uuid": (str,), "name": (str,), "index": (int,), "total": (int,), "reserved": (int, type(None)),
-    "architecture": (str,), "ordinal": (int, type(None)), "simulated": (bool,), "unified": (bool,),
-}  # fmt: skip
-_PART: Mapping[str, tuple[type, ...]] = {"limit": (int,), "reserve": (int,), "unallocated": (int,)}
+_PART: Mapping[str, _Field] = {"limit": _SIZE, "reserve": _SIZE, "unallocated": _SIZE}
 
 
 class Parser:
@@ -52,7 +61,7 @@ class Parser:
         raise TimelineError(f"{self.name}:{self.line}: {what}", fix=fix)
 
     def header(self, raw: bytes) -> Header:
-        record = self.object(raw)
+        record = self.object(raw.removeprefix(BOM_UTF8))  # an editor or a shell may have added it
         if "memguard_trace" in record:
             what = "the first line is not the header of a timeline: this is a trace"
             self.fail(what, f"memguard replay -c BUDGET {self.name}")
@@ -67,15 +76,15 @@ class Parser:
             header = Header(
                 record["recorded"],
                 self._typed(record, "run", str),
-                self._between(record, "pid", 0, MAX_SIZE),
-                None if record["rank"] is None else self._between(record, "rank", 0, MAX_SIZE),
+                self._checked(record, "pid", 0, MAX_SIZE),
+                None if record["rank"] is None else self._checked(record, "rank", 0, MAX_SIZE),
                 self._typed(record, "simulated", bool),
-                self._between(record, "part", *((0, 0) if thinned else (1, MAX_PART))),
+                self._checked(record, "part", *((0, 0) if thinned else (1, MAX_PART))),
                 self._plan(record["plan"]),
-                {name: dict(about) for name, about in record["frameworks"].items()},
+                {name: dict(about) for name, about in _in_range(record["frameworks"]).items()},
                 Dropped(**{key: self._size(value) for key, value in record["dropped"].items()}),
                 every,
-                self._between({"through": 0, **record}, "through", *((1, MAX_PART) if thinned else (0, 0))),
+                self._checked({"through": 0, **record}, "through", *((1, MAX_PART) if thinned else (0, 0))),
             )
             self._columns = self.columns(record["columns"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -98,11 +107,11 @@ class Parser:
             if kind == "event":
                 return self._event(float(time), content)
             if kind == "oom":
-                return Oom(float(time), {**content})
+                return Oom(float(time), {**_in_range(content)})
             if kind != "columns":
                 self.fail(f"{short(kind)} is not a record of version {VERSION}", _UPGRADE)
             self._columns = self.columns(content)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             self.fail(f"the {kind} is damaged: {_why(error)}", "remove the line")
         return None
 
@@ -146,10 +155,11 @@ class Parser:
         return Sample(time, tuple(devices))
 
     def _event(self, time: float, content: dict[str, Any]) -> Event:
-        for key, value in content.items():
-            if type(value) not in _EVENT.get(key, ()):
-                raise ValueError(f"{key} is {short(value)}")
         about = dict(content)
+        for key, value in about.items():
+            if key not in _EVENT:
+                raise ValueError(f"{key} is {short(value)}")
+            self._checked(about, key, *_EVENT[key])
         if "level" in about:
             if about["level"] not in _LEVELS:
                 raise ValueError(f"level is {short(about['level'])}")
@@ -175,9 +185,8 @@ class Parser:
         devices = []
         for part in content["devices"]:
             known = {"unified": False, **part}  # missing in older files
-            device = Device(**{key: self._typed(known, key, *types) for key, types in _DEVICE.items()})
-            sizes = {key: self._size(self._typed(part, key, *types)) for key, types in _PART.items()}
-            self._size(device.total)
+            device = Device(**{key: self._checked(known, key, *field) for key, field in _DEVICE.items()})
+            sizes = {key: self._checked(part, key, *field) for key, field in _PART.items()}
             caps = {str(name): self._size(cap) for name, cap in part["caps"].items()}
             source, elastic = str(part["reserve_source"]), {}
             for name, (least, most) in part.get("elastic", {}).items():  # missing in older files
@@ -185,7 +194,7 @@ class Parser:
             joined = tuple(str(name) for name in part.get("joined", ()))  # missing in older files
             figures = sizes["limit"], sizes["reserve"], caps, sizes["unallocated"]
             devices.append(DevicePlan(device, *figures, source, elastic, joined))
-        options = {name: dict(about) for name, about in content["options"].items()}
+        options = {name: dict(about) for name, about in _in_range(content["options"]).items()}
         return Plan(tuple(devices), options, tuple(str(note) for note in content["notes"]))
 
     def _typed(self, record: Mapping[str, Any], key: str, *types: type) -> Any:
@@ -194,18 +203,20 @@ class Parser:
             raise ValueError(f"{key} is {short(value)}")
         return value
 
-    def _between(self, record: Mapping[str, Any], key: str, least: int, most: int) -> int:
-        value: int = self._typed(record, key, int)
-        if not least <= value <= most:
+    def _checked(
+        self, record: Mapping[str, Any], key: str, least: float, most: float, types: tuple[type, ...] = (int,)
+    ) -> Any:
+        value = self._typed(record, key, *types)
+        if type(value) in (int, float) and not least <= value <= most:
             valid = least if least == most else f"{least} to {most}"
             raise ValueError(f"{key} must be {valid}, found {short(value)}")
         return value
 
     def _seconds(self, record: Mapping[str, Any], key: str) -> float:
-        value = float(self._typed(record, key, int, float))
-        if not 0 < value < math.inf:
+        value = self._typed(record, key, int, float)
+        if not 0 < value < MAX_WHOLE:
             raise ValueError(f"{key} is {short(value)}, which is not a length of time")
-        return value
+        return float(value)
 
     def _size(self, value: Any) -> int:
         if type(value) is not int or not 0 <= value <= MAX_SIZE:
@@ -232,6 +243,20 @@ def _whole_or_none(*values: Any) -> None:
     for value in values:
         if value is not None and (type(value) is not int or not -MAX_SIZE <= value <= MAX_SIZE):
             raise ValueError(f"{short(value)} is neither a whole number in range nor null")
+
+
+def _in_range(content: Any) -> Any:
+    """Return the content, of any shape. Raises ValueError if a whole number in it is out of range."""
+    left = [content]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+        elif type(value) is int and abs(value) >= MAX_WHOLE:
+            raise ValueError(f"{short(value)} is not a whole number in range")
+    return content
 
 
 def _no_constant(name: str) -> NoReturn:

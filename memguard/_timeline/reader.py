@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
@@ -11,7 +12,7 @@ from typing import Any, BinaryIO
 from memguard._base.displays import plan_html, plan_text
 from memguard._base.text import html, shown
 from memguard._base.types import Event, Plan, Sample
-from memguard._timeline.files import numbered, open_regular, written_as
+from memguard._timeline.files import numbered, open_regular, rotated, written_as
 from memguard._timeline.format import MAGIC, MAX_LINE, Dropped, Header, Oom
 from memguard._timeline.parse import Parser, Record
 from memguard.errors import TimelineError
@@ -145,8 +146,8 @@ class Timeline:
 
     def _open(self, part: _Part) -> BinaryIO | None:
         """Open the part, by its current or numbered name: the writer renames a full file."""
-        base, suffix = os.path.splitext(part.path)
-        for path in (part.path, f"{base}.{part.header.part}{suffix}"):
+        names = part.path, os.path.realpath(part.path)
+        for path in (part.path, *(rotated(name, part.header.part) for name in names)):
             try:
                 file = open_regular(path)
             except OSError:
@@ -256,7 +257,7 @@ def _part(path: str, notes: list[str]) -> _Part | None:
 
 def _header(name: str, file: BinaryIO) -> Header | None:
     """The header. None if the file is empty or ends within the header."""
-    raw = file.readline(MAX_LINE + 1)
+    raw = file.readline(MAX_LINE + 1).removeprefix(BOM_UTF8)
     try:
         return Parser(name).header(raw)
     except TimelineError:

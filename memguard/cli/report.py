@@ -52,7 +52,7 @@ def report(files: tuple[str, ...], outputs: tuple[str, ...], wanted: str | None,
     Exit code 0: all was written; 2: a timeline is invalid, or a file cannot be written.
     """
     from memguard._timeline import load_timeline
-    from memguard._timeline.files import numbered
+    from memguard._timeline.files import parts_of_run
     from memguard._tools.report import perfetto as traces
     from memguard._tools.report import texts
     from memguard._tools.report.page import page
@@ -61,8 +61,7 @@ def report(files: tuple[str, ...], outputs: tuple[str, ...], wanted: str | None,
     if len(files) > 2:
         raise click.UsageError(f"{len(files)} timelines are given: memguard report TIMELINE [OTHER] -o FILE")
     formats = [(path, _format(path, wanted)) for path in outputs]
-    parts = [part for name in files for _, part in numbered(name)]  # the older parts of a timeline are read with it
-    output.check(outputs, [*files, *parts], force)
+    output.check(outputs, set().union(*map(parts_of_run, files)), force)
     timelines: list[tuple[str, Timeline]] = [(name, load_timeline(name)) for name in files]
     runs: list[Run] = []
     for path, form in formats:

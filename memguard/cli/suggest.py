@@ -56,12 +56,10 @@ def suggest(
         verb = "is" if len(unused) == 1 else "are"
         raise click.UsageError(f"{' and '.join(unused)} {verb} for what was recorded: give a timeline, or leave it out")
     if output is not None:
-        from memguard._timeline.files import numbered
+        from memguard._timeline.files import parts_of_run
         from memguard.cli.support import output as outputs
 
-        # The older parts of a timeline are read with it.
-        parts = [part for name in timelines for _, part in numbered(name)]
-        outputs.check([output], [*timelines, *parts], force)
+        outputs.check([output], set().union(*map(parts_of_run, timelines)), force)
     chosen = _devices(devices) if devices else None
     if not timelines:
         content = _first(chosen)

@@ -18,7 +18,7 @@ from timelines import START, Clock, plan_of, sample_of
 
 from memguard import cli
 from memguard._base.types import Event
-from memguard._timeline import load_timeline
+from memguard._timeline import files, load_timeline
 from memguard._timeline.writer import Writer
 from memguard._tools.report import perfetto, texts
 from memguard._tools.report.collect import collect
@@ -77,6 +77,44 @@ def test_an_older_part_of_a_timeline_is_never_overwritten(timeline: Path, tmp_pa
     older.write_bytes(timeline.read_bytes())
     assert call(run, "--format", "md", "-o", older, "--force") == 2
     assert older.read_bytes() == timeline.read_bytes()
+
+
+@pytest.mark.parametrize("command", ["report", "suggest"])
+@pytest.mark.parametrize("read", ["run.jsonl", "run.1.jsonl", "link.jsonl", "older.jsonl", "sub/chain.jsonl"])
+@pytest.mark.parametrize("written", ["run.jsonl", "run.1.jsonl", "run.2.jsonl", "stored", "link.jsonl", "older.jsonl"])
+def test_no_part_of_a_run_is_overwritten_whichever_is_named(
+    timeline: Path, tmp_path: Path, command: str, read: str, written: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`run.2.jsonl` is a link to `stored`."""
+    (tmp_path / "sub").mkdir()
+    for name in ("run.jsonl", "run.1.jsonl", "stored"):
+        (tmp_path / name).write_bytes(timeline.read_bytes())
+    links = {
+        "run.2.jsonl": "stored", "link.jsonl": "run.jsonl", "older.jsonl": "run.1.jsonl",
+        "sub/chain.jsonl": "../link.jsonl",
+    }  # fmt: skip
+    for name, target in links.items():
+        (tmp_path / name).symlink_to(target)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    words = [command, str(tmp_path / read), "-o", str(tmp_path / written), "--force"]
+    with pytest.raises(SystemExit) as ended:
+        cli.main.main(words + ["--format", "md"] * (command == "report"), prog_name="memguard")
+    assert ended.value.code == 2 and "it is the timeline that is read" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize("newest", ["run", "run.jsonl", "run.1.jsonl", "a.b/run.jsonl", "new\nline.jsonl"])
+def test_the_parts_of_a_run_are_found_by_any_of_them(tmp_path: Path, newest: str) -> None:
+    base, suffix = os.path.splitext(tmp_path / newest)
+    parts = [f"{base}{suffix}", f"{base}.0{suffix}", f"{base}.12{suffix}"]
+    for path in (*parts, f"{base}-other{suffix}", f"{base}.x{suffix}", f"{base}.1.md"):
+        Path(path).parent.mkdir(exist_ok=True)
+        Path(path).touch()
+    for path in parts:
+        assert files.parts_of_run(path) == set(map(os.path.realpath, parts))
+    os.unlink(parts[0])
+    assert files.parts_of_run(parts[1]) == set(map(os.path.realpath, parts[1:]))
+    assert files.parts_of_run(parts[0]) == set(map(os.path.realpath, parts))
 
 
 def test_what_comes_to_exist_meanwhile_stays(tmp_path: Path) -> None:

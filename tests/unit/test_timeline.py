@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import copy
 import errno
 import itertools
 import json
@@ -10,7 +12,7 @@ import random
 import shutil
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,7 @@ from memguard._base.types import DeviceSample, Event, FrameworkSample, Pressure,
 from memguard._base.units import GIB, KIB, MAX_SIZE, MIB
 from memguard._budget.ranks import rank_of
 from memguard._timeline import Dropped, Oom, Writer, files, load_timeline, writer
-from memguard._timeline.format import MAX_LINE
+from memguard._timeline.format import MAX_LINE, MAX_SECONDS
 from memguard.errors import TimelineError
 
 PLAN = plan_of()
@@ -87,7 +89,7 @@ samples_ = st.builds(Sample, times, st.lists(devices, max_size=3, unique_by=lamb
 events_ = st.builds(
     Event, times, st.text(max_size=20), st.text(max_size=400), st.none() | st.sampled_from(Pressure),
     st.none() | st.text(max_size=50), st.none() | st.text(max_size=50),
-    st.none() | st.floats(allow_nan=False, allow_infinity=False), maybe, maybe, maybe, maybe, maybe, maybe, maybe,
+    st.none() | st.floats(-MAX_SECONDS, MAX_SECONDS), maybe, maybe, maybe, maybe, maybe, maybe, maybe,
 )  # fmt: skip
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 62), 1 << 62) | st.floats(allow_nan=False, allow_infinity=False)
@@ -142,9 +144,10 @@ def test_numbers_that_json_does_not_have_are_unknown(tmp_path: Path) -> None:
     with Writer(tmp_path / "run.jsonl", PLAN, clock=Clock()) as out:
         out.oom({"time": 10**400})
         out.event(Event(inf, "forecast", "\ud800 None", seconds=inf, bytes=1 << 70))
+        out.event(Event(inf, "forecast", "\ud800 None", seconds=1e300, bytes=-(1 << 70)))
         out.oom({"time": float("nan"), "seconds": -inf})
     timeline = load_timeline(out.path)
-    assert list(timeline.events()) == [Event(0.0, "forecast", "\ud800 None")]
+    assert list(timeline.events()) == [Event(0.0, "forecast", "\ud800 None")] * 2
     assert list(timeline.ooms()) == [Oom(START, {"time": None}), Oom(START, {"time": None, "seconds": None})]
 
 
@@ -695,6 +698,87 @@ def test_bounds_of_elastic_shares_are_read_back_and_older_files_have_none(tmp_pa
     assert load_timeline(out.path).plan == PLAN
 
 
+HUGE = pytest.mark.parametrize("huge", [10**400, -(10**400), 1 << 63], ids=["huge", "negative", "64 bits"])
+
+
+def places(value: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
+    """The path of each number in a JSON value, and of each null, in whose place a number may stand."""
+    if isinstance(value, (dict, list)):
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from places(inner, *path, key)
+    elif value is None or type(value) in (int, float):
+        yield path
+
+
+def put(value: Any, path: tuple[Any, ...], number: Any) -> None:
+    for key in path[:-1]:
+        value = value[key]
+    value[path[-1]] = number
+
+
+@HUGE
+def test_a_number_out_of_range_is_refused_in_every_place_of_a_header(tmp_path: Path, huge: int) -> None:
+    moving = {"torch": (2 * GIB, 8 * GIB)}
+    plan = replace(
+        PLAN, devices=(replace(PLAN.devices[0], elastic=moving),), options={"torch": {"split": [1, {"at": 2}]}}
+    )
+    with Writer(tmp_path / "{rank}.jsonl", plan, limit_bytes=SMALL, frameworks={"torch": {"streams": 3}}) as out:
+        fill(out, 3000)
+    thinned = tmp_path / "0.0.jsonl"
+    whole = thinned.read_text()
+    found = list(places(json.loads(whole.partition("\n")[0])))
+    assert {path[-1] for path in found} >= {"reserved", "every", "at", "streams"}
+    for path in found:
+        thinned.write_text(whole)
+        change_header(thinned, lambda header, path=path: put(header, path, huge))  # type: ignore[misc]
+        with pytest.raises(TimelineError, match=r"0\.0\.jsonl:1: .*\n    fix: "):
+            load_timeline(thinned)
+
+
+EVENT = {
+    "kind": "refused", "text": "", "seconds": 1.5, "bytes": 1, "times": 1, "held": 1, "in_use": 1, "reclaimable": 1,
+    "cap": 1, "free": 1,
+}  # fmt: skip
+
+
+@HUGE
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"sample": [[0, 1, 1, 1, 1, 1, [1, 1, 1]]]},
+        {"event": EVENT},
+        {"oom": {"requested": 1, "moment": {"held": 1, "parts": [1]}}},
+        {"columns": {"devices": [["a", 1, 1]], "frameworks": ["torch"], "caps": [[1]]}},
+    ],
+    ids=lambda record: next(iter(record)),
+)
+def test_a_number_out_of_range_is_refused_in_every_place_of_a_record(
+    tmp_path: Path, record: dict[str, Any], huge: int
+) -> None:
+    path = written(tmp_path)
+    header = path.read_text().partition("\n")[0]
+    record = {"t": START, **record}
+    path.write_text(f"{header}\n{json.dumps(record)}\n")
+    assert len(list(load_timeline(path).records())) == ("columns" not in record)
+    for place in places(record):
+        damaged = copy.deepcopy(record)
+        put(damaged, place, huge)
+        path.write_text(f"{header}\n{json.dumps(damaged)}\n")
+        with pytest.raises(TimelineError, match=r"0\.jsonl:2: .*\n    fix: "):
+            list(load_timeline(path).records())
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("seconds", 1e300), ("seconds", -1e11), ("bytes", MAX_SIZE + 1), ("seconds", True)]
+)
+def test_an_event_with_a_number_out_of_range_names_it(tmp_path: Path, key: str, value: Any) -> None:
+    path = written(tmp_path)
+    with path.open("a") as file:
+        file.write(json.dumps({"t": START, "event": {**EVENT, key: value}}) + "\n")
+    with pytest.raises(TimelineError, match=rf":\d+: the event is damaged: {key} .*\n    fix: remove the line"):
+        list(load_timeline(path).records())
+
+
 @pytest.mark.parametrize("bounds", [[1], [1, 2, 3], 7, None, [-1, 2], ["1", 2], {"min": 1}])
 def test_damaged_bounds_of_an_elastic_share_are_refused(tmp_path: Path, bounds: Any) -> None:
     path = written(tmp_path)
@@ -737,6 +821,53 @@ def test_parts_are_read_by_their_numbers_and_not_by_their_names(tmp_path: Path) 
     whole = list(load_timeline(path).samples())
     os.rename(tmp_path / "0.1.jsonl", tmp_path / "0.77.jsonl")
     assert list(load_timeline(path).samples()) == whole
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    for part in tmp_path.glob("*.jsonl"):
+        part.write_bytes(codecs.BOM_UTF8 + part.read_bytes())
+    timeline = load_timeline(path)
+    assert list(timeline.samples()) == whole and timeline.notes == ()
+    path.write_bytes(path.read_bytes()[:40])
+    (note,) = [note for note in load_timeline(path).notes if "header" in note]
+    assert note.startswith(f"{path}: the header was cut short")
+
+
+@pytest.mark.parametrize("folder", [".", "links"])
+def test_a_link_to_a_timeline_is_read_with_the_older_parts(tmp_path: Path, folder: str) -> None:
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    (tmp_path / folder).mkdir(exist_ok=True)
+    link = tmp_path / folder / "link.jsonl"
+    link.symlink_to(path)
+    (tmp_path / folder / "again.jsonl").symlink_to(link)
+    for name in (link, link.with_name("again.jsonl")):
+        timeline = load_timeline(name)
+        assert list(timeline.samples()) == whole and timeline.notes == ()
+
+
+def test_parts_that_are_links_into_a_store_are_read_once(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    path = in_parts(tmp_path)
+    whole = list(load_timeline(path).samples())
+    for number, part in enumerate(sorted(tmp_path.glob("*.jsonl"))):
+        os.rename(part, tmp_path / "store" / f"{number:08x}")
+        part.symlink_to(tmp_path / "store" / f"{number:08x}")
+    timeline = load_timeline(path)
+    assert list(timeline.samples()) == whole and timeline.notes == ()
+
+
+def test_a_link_to_a_timeline_that_is_rotated_while_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "link.jsonl"
+    with Writer(tmp_path / "{rank}.jsonl", PLAN, limit_bytes=SMALL) as out:
+        samples = fill(out, 5)
+        link.symlink_to(out.path)
+        timeline = load_timeline(link)
+        fill(out, 60, START + 100)
+        assert list(timeline.samples())[:5] == samples and timeline.notes == ()
 
 
 def test_a_thinned_part_that_replaces_the_newest_is_refused(tmp_path: Path) -> None:

@@ -151,6 +151,20 @@ def test_the_name_without_pid_names_the_file_that_has_one(tmp_path: Path, clock:
     writer.close()
 
 
+def test_a_writer_is_alive_if_its_timeline_is_named_by_a_link(tmp_path: Path, clock: Clock) -> None:
+    writer = run(path_of(tmp_path), clock)
+    (tmp_path / "link.jsonl").symlink_to(writer.path)
+    follower = at(tmp_path / "link.jsonl", clock)
+    follower.read()
+    clock.now += SILENT + 1
+    follower.read()
+    assert follower.target().state == "silent"  # it holds its lock
+    writer.close()
+    clock.now += SILENT + 1
+    follower.read()
+    assert follower.target().state == "ended"
+
+
 def test_a_writer_that_ends_is_said_and_the_figures_stay(tmp_path: Path, clock: Clock) -> None:
     writer = run(path_of(tmp_path), clock)
     follower = follow(writer, clock)

@@ -112,7 +112,7 @@ class Follower:
         if now - self._looked >= SILENT or self._state not in ("silent", "ended"):
             self._looked = now
             try:
-                return "silent" if files.in_use(self.path) else "ended"
+                return "silent" if files.in_use(os.path.realpath(self.path)) else "ended"
             except OSError:  # removed, perhaps with its folder
                 return "ended"
         return self._state
