@@ -28,6 +28,8 @@ from memguard.errors import CannotResume, CannotSuspend
 class FakeGate:
     """Closed, then open. Nothing is replaced."""
 
+    unheld: tuple[str, ...] = ()
+
     def __init__(self, owner: int | None) -> None:
         self.owner, self.closed = owner, True
         self.told: Callable[[], object] = lambda: None

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from memguard._base import life
 from memguard._base.advice import Advice
@@ -45,6 +45,7 @@ _SLICE = 0.05
 
 class Gate(Protocol):
     closed: bool
+    unheld: tuple[str, ...]
 
     @property
     def inside(self) -> int: ...
@@ -75,6 +76,8 @@ class _Own:
         try:
             pause_memguard.begin(self.undo, QUIET, self.way.memory)
             self.gate = closed_gate(self.owner, self.undo)
+            if self.gate.unheld:  # after the assignment: `finish` destroys what waited at this gate
+                _refuse_unheld(self.gate.unheld)
         except BaseException:
             self.on()
             raise
@@ -114,13 +117,15 @@ _of_parent: list[_Own] = []
 
 
 def closed_gate(owner: int | None, undo: Undo) -> Gate:
-    from memguard._node.suspend.checks import refusals
     from memguard._node.suspend.gates import gate
 
-    closed = gate.close(owner, undo)
-    if closed.unheld:
-        raise CannotSuspend([(one.code, one.reason, one.remedy) for one in refusals.unheld(closed.unheld)])
-    return closed
+    return gate.close(owner, undo)
+
+
+def _refuse_unheld(libraries: tuple[str, ...]) -> NoReturn:
+    from memguard._node.suspend.checks import refusals
+
+    raise CannotSuspend([(one.code, one.reason, one.remedy) for one in refusals.unheld(libraries)])
 
 
 def chosen_way() -> SuspendBackend:
