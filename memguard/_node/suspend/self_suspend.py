@@ -17,6 +17,7 @@ from memguard._base import life
 from memguard._base.advice import Advice
 from memguard._base.locks import LockedRunner, LockOrder
 from memguard._base.logs import log as _log
+from memguard._base.logs import text_of
 from memguard._base.types import Event
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
@@ -267,9 +268,6 @@ def _is_back(own: _Own, by: str = "") -> None:
     global _now
     own.on()
     found, _now = own.suspension, None
-    lease = _lease()
-    if lease is not None:
-        lease.is_back()
     at_exit.dismiss()
     own.way.close()
     if found is not None:
@@ -277,6 +275,12 @@ def _is_back(own: _Own, by: str = "") -> None:
         text = f"back on its GPUs after {seconds:,.0f} s{by}: {format_size(found.total)}"
         _log.info("%s", text)
         own.events.append(Event(time.time(), "resumed", text, seconds=seconds, bytes=found.total))
+    lease = _lease()
+    if lease is not None:
+        try:
+            lease.is_back()
+        except RuntimeError as error:  # last, as it starts a thread: the interpreter ends, or has no more threads
+            _log.warning("back on its GPUs without its lease: %s", text_of(error))
 
 
 def _came_back(own: _Own, by: str) -> None:
