@@ -15,7 +15,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from suspending import FakeWay, way_of
+from suspending import FakeWay, forget, way_of
 
 import memguard
 from memguard import api
@@ -393,6 +393,31 @@ def test_the_ledger_says_what_lies_in_host_memory(way: FakeWay, budget: Guard) -
     after = memguard.ledger().devices[0]
     assert after.suspended is None and after.row("torch").enforcement == before.row("torch").enforcement
     assert after.sum == after.device.total
+
+
+def test_the_ledger_of_a_lost_process_does_not_say_that_anything_brings_it_back(way: FakeWay, budget: Guard) -> None:
+    def at(step: str) -> None:
+        if step == "restore":
+            raise CannotResume("the driver destroyed it", lost=True)
+
+    fill(budget, 2 * GIB)
+    before = memguard.ledger().devices[0].process
+    assert before is not None
+    memguard.suspend()
+    way.at = at
+    with pytest.raises(CannotResume):
+        memguard.resume()
+    ledger = memguard.ledger()
+    part, lost = ledger.devices[0], "lost: the driver has destroyed what it had on its GPUs"
+    row = next(row for row in part.rows if row.kind == "suspended")
+    assert (row.name, row.note, row.bytes, part.process) == ("destroyed", lost, -before, 0)
+    for text in (str(ledger), ledger._repr_html_(), str(budget)):
+        words = " ".join(text.split())
+        assert lost in words and "end it and start it again" in words
+        assert "memguard.resume()" not in words and "in host memory" not in words
+    assert f"this process: {lost} (its limit: 40.00 GiB)" in " ".join(str(ledger).split())
+    forget()
+    way.running = True
 
 
 def test_with_figures_of_another_process_the_ledger_adds_up(way: FakeWay, budget: Guard) -> None:
