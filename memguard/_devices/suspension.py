@@ -47,6 +47,8 @@ class Off:
         return format_size(sum(self.bytes.values()))
 
 
+LOST_FIX = "end it and start it again"
+"""The fix of every message about a process in the phase LOST."""
 now: Off | None = None
 """None in the phase RUNNING: until the first gate closes, and from before the first one opens. `enter` changes it with
 one assignment: readers take no lock."""
@@ -96,7 +98,7 @@ def off_its_gpus(what: str = "") -> Advice:
     off = now
     since = "" if off is None else f" since {time.strftime('%H:%M:%S', time.localtime(off.since))}"
     if off is not None and off.phase is Phase.LOST:
-        return Advice(f"{head} off its GPUs{since} ({off})", "end it and start it again")
+        return Advice(f"{head} off its GPUs{since} ({off})", LOST_FIX)
     return Advice(
         f"{head} off its GPUs{since} ({off or 'suspended'})",
         f"memguard.resume(), or `memguard resume {os.getpid()}` from a shell; inside "

@@ -608,14 +608,24 @@ class Guard:
         if framework.fixed():
             self.caps.lower_to_min(name)
         undo = Undo(self._undo_failed)
-        self.undo.add(name, undo.run)
+        applying = True
+
+        def undo_apply() -> None:
+            if applying:  # a signal handler called `stop`: to run a step now would remove it before its change is made
+                self.undo.add(name, undo_apply)
+            else:
+                undo.run()
+
+        self.undo.add(name, undo_apply)
         try:
             applied = framework.apply(self.caps.plan.caps(name), self.caps.plan.options.get(name, {}), undo)
         except BaseException:
+            applying = False
             undo.run()
             raise
-        if self.caps.stopped:  # a signal handler called `stop` within `apply`, which has added steps since
-            self.undo.add(name, undo.run)
+        finally:
+            applying = False
+        if self.caps.stopped:
             self.undo.run()
             return
         entry.enforcement = applied.enforcement

@@ -160,8 +160,11 @@ def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
     for name, state in sorted(short_of_headroom.items(), key=lambda item: _borrowed_share(item[1])):
         wanted = min(round_down(state.most), round_up(state.held + 2 * _headroom_threshold(state)))
         need = round_up(wanted - state.cap) if wanted > state.cap else 0
-        got = min(round_down(max(spare, 0)), need)
-        spare -= got
+        # `room_left` has charged what is held above the cap, so to raise the cap up to there takes no further room.
+        got = min(max(state.cap_and_held) - state.cap, need) if spare >= 0 else 0
+        lent = min(round_down(max(spare, 0)), need - got)
+        spare -= lent
+        got += lent
         for lender in sorted(lenders, key=lambda one: -lenders[one]):
             taken = min(lenders[lender], need - got)
             if taken > 0:

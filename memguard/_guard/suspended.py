@@ -15,6 +15,7 @@ from typing import Any, NoReturn, cast
 from memguard._base.types import MemoryInfo
 from memguard._devices import suspension
 from memguard._devices.host import Host
+from memguard._devices.phase import Phase
 from memguard._devices.suspension import Off
 from memguard._ledger.types import DeviceLedger, Ledger, Row
 from memguard.errors import NotActive
@@ -39,12 +40,12 @@ class SuspendedGpus:
         self._pid = os.getpid()
 
     def ledger(self) -> Ledger:
-        """The last reading with one more row, which subtracts this process's bytes: they are in host memory."""
+        """The last reading with one more row, which subtracts this process's bytes, which are off the GPU."""
         self._check_pid()
         return ledger_of(self._reading, suspension.now or self._off, time.time(), self._figures)
 
     def notes(self) -> list[str]:
-        """A note with the time of the suspension and the call that ends it."""
+        """A note with the time of the suspension and the call that ends it, or that nothing does."""
         return _note(suspension.now)
 
     def refuse(self, what: str) -> NoReturn:
@@ -86,14 +87,18 @@ def ledger_of(reading: Ledger, off: Off, when: float, figures: Figures) -> Ledge
 def _note(off: Off | None) -> list[str]:
     if off is None:
         return []
-    return [f"{off} since {time.strftime('%H:%M:%S', time.localtime(off.since))}; memguard.resume() brings it back"]
+    since = time.strftime("%H:%M:%S", time.localtime(off.since))
+    if off.phase is Phase.LOST:
+        return [f"{off}, which it left at {since}; {suspension.LOST_FIX}"]
+    return [f"{off} since {since}; memguard.resume() brings it back"]
 
 
 def _device(gpu: DeviceLedger, off: Off, memory: MemoryInfo | None) -> DeviceLedger:
     own = sum(row.bytes or 0 for row in gpu.own_rows)
     size = off.bytes.get(gpu.device.uuid, own)
     rows = [_with_suspended_caps(row) if row.kind == "framework" else row for row in gpu.own_rows]
-    rows.append(Row("suspended", "in host memory", -own, note=str(Off({gpu.device.uuid: size}, off.since))))
+    name = "destroyed" if off.phase is Phase.LOST else "in host memory"
+    rows.append(Row("suspended", name, -own, note=str(Off({gpu.device.uuid: size}, off.since, off.phase))))
     reserved = next((row.bytes for row in gpu.rows if row.kind == "driver reserve"), None)
     if memory is None or memory.used is None:
         unknown = "unknown: this process cannot ask NVML while it is suspended"

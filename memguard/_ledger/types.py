@@ -280,7 +280,8 @@ def _process(gpu: DeviceLedger) -> str:
     limit = "" if gpu.limit is None else f" of its limit of {format_size(gpu.limit)}"
     if gpu.suspended is not None:
         limit = "" if gpu.limit is None else f" (its limit: {format_size(gpu.limit)})"
-        return f"this process: suspended, {format_size(gpu.suspended)} in host memory{limit}"
+        off = next((row.note for row in gpu.own_rows if row.kind == "suspended"), "suspended")
+        return f"this process: {off}{limit}"
     return f"this process: {format_size(gpu.process)}{limit}"
 
 

@@ -30,7 +30,7 @@ def room(*_):  # the stub has no memory to hold
 backend.Waiting = lambda timeout, progress, where: room
 
 class Gate:
-    closed = True
+    closed, unheld = True, ()
     def open(self):
         self.closed = False
     lift = open

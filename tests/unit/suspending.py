@@ -21,12 +21,15 @@ from memguard._devices.phase import Phase
 from memguard._node.identity import Process
 from memguard._node.suspend import self_suspend
 from memguard._node.suspend.course.task import Calls
+from memguard._node.suspend.triggers import at_exit
 from memguard._node.suspend.types import Suspension, Wait, Why
 from memguard.errors import CannotResume, CannotSuspend
 
 
 class FakeGate:
     """Closed, then open. Nothing is replaced."""
+
+    unheld: tuple[str, ...] = ()
 
     def __init__(self, owner: int | None) -> None:
         self.owner, self.closed = owner, True
@@ -144,6 +147,7 @@ def forget() -> None:
     suspension.now = self_suspend._now = None
     own.on()
     own.finish()
+    at_exit.dismiss()
     own.way.close()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from guards import BUDGET, TORCH, Absent, Steps, cap_of, hooks, imported, replaced, simulated, start
+from interruptions import Points
 
 import memguard
 from memguard._base.types import Applied, Enforcement, State
@@ -167,6 +168,30 @@ def test_a_budget_that_ends_within_an_apply_leaves_no_cap(monkeypatch: pytest.Mo
     torch.start_importing()
     assert cap_of(torch) is None and guard.undone
     memguard.shutdown()
+
+
+def test_a_shutdown_at_any_point_of_an_apply_leaves_no_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also right after a step was added, before its change is made."""
+    points = Points()
+
+    class Watched(SimulatedFramework):
+        def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
+            applied: Applied = points.run(lambda: super(Watched, self).apply(caps, options, undo))
+            return applied
+
+    def left() -> int | None:
+        guard = start(TORCH)
+        torch = simulated(guard, "torch")
+        torch.start_importing()
+        cap = cap_of(torch)
+        assert memguard.shutdown() == [] and guard.undone
+        return cap
+
+    replaced(monkeypatch, torch=Watched)
+    assert left() == 4 * GIB
+    for at in range(1, points.count + 1):
+        points = Points(at, memguard.shutdown)
+        assert left() is None, points.place
 
 
 def test_tensorflow_that_is_live_already_cannot_be_capped(monkeypatch: pytest.MonkeyPatch) -> None:

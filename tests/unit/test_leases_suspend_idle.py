@@ -366,6 +366,31 @@ def test_a_process_comes_back_although_the_database_cannot_be_used(
     until(lambda: states() == [(os.getpid(), "held")])
 
 
+def test_a_lease_that_no_thread_can_claim_leaves_nothing_else_undone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process has no more threads: it is back without its lease, and its helper and its exit hook have ended."""
+    from suspending import way_of
+
+    def no_more(self: threading.Thread) -> None:
+        if self.name == "memguard-lease":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    start, leave, kinds = threading.Thread.start, sys.exit, list[str]()
+    memguard.init(BUDGET, simulate="h200")
+    watch = memguard.on_event(lambda event: kinds.append(event.kind))
+    with way_of(monkeypatch) as way, monkeypatch.context() as patched:
+        memguard.suspend()
+        patched.setattr(own_lease, "claim", lambda timeout, *_: timeout)  # the database cannot be used
+        patched.setattr(threading.Thread, "start", no_more)
+        memguard.resume(timeout=5)
+        assert (way.closed, sys.exit, suspension.now) == (1, leave, None)
+    watch.remove()
+    assert kinds == ["suspended", "resumed"]
+    assert "back on its GPUs without its lease: RuntimeError: can't start new thread" in caplog.text
+
+
 def test_one_that_another_has_brought_back_claims_nothing_once_it_is_off_again(folder: Path) -> None:
     memguard.init(BUDGET, simulate="h200")
     memguard.suspend()

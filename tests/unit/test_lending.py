@@ -16,16 +16,17 @@ granules = st.integers(1, 400).map(lambda count: count * GRANULE)
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> tuple[dict[str, CapState], int, str]:
+def scenes(draw: st.DrawFn, elastic_above: bool = False) -> tuple[dict[str, CapState], int, str]:
     """Frameworks whose caps fit the room, in any state that the rules allow; and one of them. A cap that does not move
-    may have been lowered below what is held."""
+    may have been lowered below what is held; with `elastic_above` one that moves, too."""
     parts, room = {}, 0
     for name in draw(st.lists(st.sampled_from(NAMES), min_size=1, unique=True)):
         least = draw(granules)
         elastic = name != "jax" and draw(st.booleans())
         most = least + (draw(granules) if elastic else 0)
         cap = least + draw(st.integers(0, (most - least) // GRANULE)) * GRANULE
-        held = cap + draw(granules) if not elastic and draw(st.booleans()) else draw(st.integers(0, cap))
+        above = (elastic_above or not elastic) and draw(st.booleans())
+        held = cap + draw(granules) if above else draw(st.integers(0, cap))
         parts[name] = CapState(least, most, cap, held, draw(st.integers(0, held)), name != "torch")
         room += cap
     return parts, room + draw(st.integers(0, 200)) * GRANULE, draw(st.sampled_from(sorted(parts)))
@@ -136,7 +137,17 @@ def test_following_what_it_says_ends_served_and_calls_no_cache_in_vain(
         "cupy",
     )
 )
-@given(scenes())
+@example(
+    (
+        {
+            "torch": CapState(2 * MIB, 400 * MIB, 2 * MIB, 100 * MIB, requests_room=False),
+            "cupy": CapState(2 * MIB, 2 * MIB, 2 * MIB),
+        },
+        142 * MIB,
+        "torch",
+    )
+)
+@given(scenes(elastic_above=True))
 def test_a_tick_moves_something_once_under_a_constant_load(scene: tuple[dict[str, CapState], int, str]) -> None:
     parts, room, _ = scene
     caps = rebalance(parts, room)
@@ -159,6 +170,18 @@ def test_what_is_held_above_a_lowered_cap_is_lent_to_nobody() -> None:
     assert rebalance(parts, 28 * GIB) == {}, "it fits"
     assert rebalance(parts, 20 * GIB) == {"torch": 4 * GIB}, "eight too much, which nobody uses"
     assert rebalance(parts, 10 * GIB) == {"torch": 2 * GIB}, "as far as that goes"
+
+
+def test_what_is_held_above_its_own_cap_is_not_charged_to_the_free_room_twice() -> None:
+    parts = {
+        "torch": CapState(GIB, 16 * GIB, 2 * GIB, 5 * GIB, requests_room=False),
+        "cupy": CapState(GIB, GIB, GIB),
+    }
+    assert rebalance(parts, 7 * GIB) == {"torch": 6 * GIB}, "the one that is free becomes headroom"
+    assert rebalance(parts, 6 * GIB) == {"torch": 5 * GIB}
+    assert rebalance(parts, 5 * GIB) == {}, "one too much"
+    reserved = {**parts, "torch": parts["torch"]._replace(reserved=2 * GIB)}
+    assert rebalance(reserved, 5 * GIB) == {"torch": 4 * GIB}, "three are held, one is free"
 
 
 def test_unlent_memory_goes_first_then_what_is_unused_then_cache() -> None:

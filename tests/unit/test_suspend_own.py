@@ -11,26 +11,30 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from suspending import FakeWay, way_of
+from suspending import FakeWay, forget, way_of
 
 import memguard
 from memguard import api
 from memguard._base.types import Event, MemoryInfo
 from memguard._base.units import GIB
 from memguard._devices import suspension
+from memguard._frameworks.optional_modules import Gates, entries
 from memguard._frameworks.simulated.adapter import SimulatedFramework
 from memguard._guard.guard import Guard
 from memguard._node.suspend import self_suspend
+from memguard._node.suspend.gates import gate as gates
+from memguard._node.suspend.gates import native_threads
 from memguard._node.suspend.triggers import at_exit, for_lease, own_lease, when_idle
 from memguard._node.suspend.types import Wait
 from memguard._runtime import runtime
 from memguard.errors import CannotResume, CannotSuspend, MemguardError, Suspended
 
 BUDGET: dict[str, Any] = {"version": 1, "device": {"limit": "40GiB"}, "frameworks": {"torch": {"limit": "10GiB"}}}
+REAL_GATE = self_suspend.closed_gate
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
 
 
@@ -140,6 +144,33 @@ def test_what_speaks_against_it_changes_nothing(way: FakeWay, budget: Guard) -> 
     with pytest.raises(CannotSuspend, match="it shares memory"):
         memguard.suspend()
     assert suspension.now is None and budget.caps.suspended is None and not way.gates
+
+
+def test_what_was_put_off_while_a_suspension_was_refused_at_the_gate_is_destroyed(
+    way: FakeWay, budget: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's finalizer runs between the gate and the look that finds a thread which cannot be answered."""
+    module: Any = ModuleType("framework_of_the_refused_gate")
+    freed: list[tuple[int, bool]] = []
+    module.free = lambda what: freed.append((what, threading.current_thread() is threading.main_thread()))
+
+    def hold(*_: object) -> tuple[str, ...]:
+        module.free(7)
+        assert freed == [], "it is put off"
+        return ("framework: native.so",)
+
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(self_suspend, "closed_gate", REAL_GATE)
+    monkeypatch.setattr(
+        gates, "tables", lambda: [Gates(module.__name__, (), entries(module.__name__, "wait", "", "free"))]
+    )
+    monkeypatch.setattr(native_threads, "hold", hold)
+    with pytest.raises(CannotSuspend, match=r"native\.so"):
+        memguard.suspend()
+    assert suspension.now is None and self_suspend.current() is None
+    assert freed == [(7, True)], "once, on the thread of the call"
+    module.free(8)
+    assert freed[1:] == [(8, True)]
 
 
 def test_a_block_that_fails_keeps_its_own_error(way: FakeWay) -> None:
@@ -362,6 +393,31 @@ def test_the_ledger_says_what_lies_in_host_memory(way: FakeWay, budget: Guard) -
     after = memguard.ledger().devices[0]
     assert after.suspended is None and after.row("torch").enforcement == before.row("torch").enforcement
     assert after.sum == after.device.total
+
+
+def test_the_ledger_of_a_lost_process_does_not_say_that_anything_brings_it_back(way: FakeWay, budget: Guard) -> None:
+    def at(step: str) -> None:
+        if step == "restore":
+            raise CannotResume("the driver destroyed it", lost=True)
+
+    fill(budget, 2 * GIB)
+    before = memguard.ledger().devices[0].process
+    assert before is not None
+    memguard.suspend()
+    way.at = at
+    with pytest.raises(CannotResume):
+        memguard.resume()
+    ledger = memguard.ledger()
+    part, lost = ledger.devices[0], "lost: the driver has destroyed what it had on its GPUs"
+    row = next(row for row in part.rows if row.kind == "suspended")
+    assert (row.name, row.note, row.bytes, part.process) == ("destroyed", lost, -before, 0)
+    for text in (str(ledger), ledger._repr_html_(), str(budget)):
+        words = " ".join(text.split())
+        assert lost in words and "end it and start it again" in words
+        assert "memguard.resume()" not in words and "in host memory" not in words
+    assert f"this process: {lost} (its limit: 40.00 GiB)" in " ".join(str(ledger).split())
+    forget()
+    way.running = True
 
 
 def test_with_figures_of_another_process_the_ledger_adds_up(way: FakeWay, budget: Guard) -> None:

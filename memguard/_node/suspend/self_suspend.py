@@ -11,12 +11,13 @@ import os
 import threading
 import time
 from types import ModuleType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from memguard._base import life
 from memguard._base.advice import Advice
 from memguard._base.locks import LockedRunner, LockOrder
 from memguard._base.logs import log as _log
+from memguard._base.logs import text_of
 from memguard._base.types import Event
 from memguard._base.undo import Undo
 from memguard._base.units import format_size
@@ -45,6 +46,7 @@ _SLICE = 0.05
 
 class Gate(Protocol):
     closed: bool
+    unheld: tuple[str, ...]
 
     @property
     def inside(self) -> int: ...
@@ -75,6 +77,8 @@ class _Own:
         try:
             pause_memguard.begin(self.undo, QUIET, self.way.memory)
             self.gate = closed_gate(self.owner, self.undo)
+            if self.gate.unheld:  # after the assignment: `finish` destroys what waited at this gate
+                _refuse_unheld(self.gate.unheld)
         except BaseException:
             self.on()
             raise
@@ -114,13 +118,15 @@ _of_parent: list[_Own] = []
 
 
 def closed_gate(owner: int | None, undo: Undo) -> Gate:
-    from memguard._node.suspend.checks import refusals
     from memguard._node.suspend.gates import gate
 
-    closed = gate.close(owner, undo)
-    if closed.unheld:
-        raise CannotSuspend([(one.code, one.reason, one.remedy) for one in refusals.unheld(closed.unheld)])
-    return closed
+    return gate.close(owner, undo)
+
+
+def _refuse_unheld(libraries: tuple[str, ...]) -> NoReturn:
+    from memguard._node.suspend.checks import refusals
+
+    raise CannotSuspend([(one.code, one.reason, one.remedy) for one in refusals.unheld(libraries)])
 
 
 def chosen_way() -> SuspendBackend:
@@ -262,9 +268,6 @@ def _is_back(own: _Own, by: str = "") -> None:
     global _now
     own.on()
     found, _now = own.suspension, None
-    lease = _lease()
-    if lease is not None:
-        lease.is_back()
     at_exit.dismiss()
     own.way.close()
     if found is not None:
@@ -272,6 +275,12 @@ def _is_back(own: _Own, by: str = "") -> None:
         text = f"back on its GPUs after {seconds:,.0f} s{by}: {format_size(found.total)}"
         _log.info("%s", text)
         own.events.append(Event(time.time(), "resumed", text, seconds=seconds, bytes=found.total))
+    lease = _lease()
+    if lease is not None:
+        try:
+            lease.is_back()
+        except RuntimeError as error:  # last, as it starts a thread: the interpreter ends, or has no more threads
+            _log.warning("back on its GPUs without its lease: %s", text_of(error))
 
 
 def _came_back(own: _Own, by: str) -> None:
