@@ -127,9 +127,10 @@ class ErrorPattern(NamedTuple):
 class Allocators(NamedTuple):
     """The environment variable that selects a framework's allocator, and the values under which no cap can be set.
 
-    `uncapped` maps each such value to the reason, as the end of a sentence that begins with the setting. `unlimited`
-    lists the values of `uncapped` under which no limit at all applies. Under the values in `capped`, and under an empty
-    one, a cap holds. `unknown` is the reason for any other value; without it, any other value selects the default
+    `uncapped` maps each value of the variable under which no cap can be set to the reason: the end of a sentence that
+    begins with `VARIABLE=value`. `unlimited` lists the values of `uncapped` under which no limit at all applies.
+    `capped` lists the values under which a cap holds; a cap also holds if the variable is empty. `unknown` is the
+    reason why no cap can be set under any other value. If `unknown` is None, any other value selects the default
     allocator.
     """
 

@@ -1,7 +1,7 @@
 """A budget document as plain values (mappings, lists, text, whole numbers, true, false, null), and their positions.
 
-`yaml._places` finds the positions, and `problems` looks up that of a wrong value. They are computed when an error needs
-them: a valid budget needs none.
+`yaml._places` computes the positions, and `problems` looks up the position of a wrong value. The positions are computed
+only when an error needs them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Mark = tuple[int, int]
 Loc = tuple[str | int, ...]
 """The path of a value: keys and indexes."""
 Places = tuple[dict[Loc, Mark | None], dict[Loc, Mark | None]]
-"""The marks of the keys, and those of the values, in file order. A mark is None if there is no file."""
+"""Line and column of each key, and of each value, in file order; None if there is no file."""
 
 
 class Document:
@@ -53,12 +53,12 @@ class Document:
 
     @property
     def keys(self) -> dict[Loc, Mark | None]:
-        """The mark of each key."""
+        """Line and column of each key."""
         return self._places[0]
 
     @property
     def values(self) -> dict[Loc, Mark | None]:
-        """The mark of each value."""
+        """Line and column of each value."""
         return self._places[1]
 
     def _without_marks(self) -> Places:

@@ -90,7 +90,7 @@ class _Composer(yaml.SafeLoader):
         super().__init__(text)
         self.problems: list[Problem] = []
         self.bad: set[int] = set()
-        self._sizes: dict[int, tuple[int, int]] = {}  # nodes and levels of each node with an anchor, by its id
+        self._sizes: dict[int, tuple[int, int]] = {}  # by id of an anchored node: its number of nodes and of levels
         self._nodes = self._depth = self._deepest = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:

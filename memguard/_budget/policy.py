@@ -452,8 +452,9 @@ def guaranteed_cap(part: DevicePlan, framework: str) -> int:
 
 
 def elastic_advice(refusal: Refusal, part: DevicePlan, room: Room) -> Advice:
-    """The advice for a refusal. If the cap of an elastic framework refused, also its bounds, the room within them, the
-    frameworks whose live arrays occupy memory that it could borrow, and which bounds to change."""
+    """The advice for a refusal. If an elastic framework's cap refused the request, the advice adds the framework's min
+    and max, the room between them, the siblings whose live arrays occupy memory that the framework could borrow, and
+    which min or max to change."""
     framework = refusal.framework
     if framework not in part.elastic or not isinstance(refusal, OverCap):
         return refusal.advice()

@@ -262,7 +262,7 @@ def _instead_of(
     allowed = fields[level]
 
     def known(word: str) -> str:
-        """The key of this level that a word means; "" if none."""
+        """The key of this level that the user probably intended by `word`; "" if no key is close."""
         normal = suggestions.normal(word)
         if level == "frameworks" and normal in _OTHERS:
             return ""
@@ -317,7 +317,8 @@ _BOUNDS = {
 
 
 def _bound(name: str, siblings: Mapping[str, Any]) -> str:
-    """The bound of an elastic share that a word means, if the entry has the other bound; "" if none."""
+    """`min` or `max` if `name` is a synonym or misspelling of it, and the entry of the elastic framework has only the
+    other bound; else ""."""
     bound = _BOUNDS.get(suggestions.normal(name), "")
     words = [suggestions.normal(key) for key in siblings if key != name]
     others = {_BOUNDS.get(word) or _near(word, ("min", "max")) or word for word in words}

@@ -186,7 +186,8 @@ def _parts(text: str) -> list[str]:
 
 
 def _means(parts: Sequence[str], key: str, card: Model) -> bool:
-    """Whether each part matches a part of the card's name. A size may omit its unit: 80 matches 80gb."""
+    """True if each token in `parts` equals a token of the card's key or name. A size may omit its unit: 80 matches
+    80gb."""
     own = {*_parts(key), *_parts(card.name)}
     number = key.removeprefix("rtx")
     return all(part in own or f"{part}gb" in own or part == number for part in parts)

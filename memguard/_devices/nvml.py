@@ -1,9 +1,9 @@
-"""The only access to NVML, except for the doctor's survey; it creates no context and does not initialise CUDA.
+"""Reads NVML for all of memguard except the doctor's survey. Creates no context and does not initialise CUDA.
 
 Quirks handled here, each read or measured: NVML must be initialised again after a fork, and after other code in this
-process shut it down; its count includes GPUs that it cannot open; `NVMLLibraryMismatchError` is no `NVMLError`;
-`usedGpuMemory` is None under WSL and some MIG and vGPU set-ups; drivers 535.43 to 535.85 swap fields of the process
-list, so memguard ignores their bytes.
+process shut it down; NVML's device count includes GPUs that it cannot open; `NVMLLibraryMismatchError` is no
+`NVMLError`; `usedGpuMemory` is None under WSL and some MIG and vGPU set-ups; drivers 535.43 to 535.85 swap fields of
+the process list, so memguard ignores their bytes.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 
 Adding a framework takes a folder `memguard/_frameworks/<name>` and a fragment in `changes/`. In the folder:
 
-1. `spec.py` with the framework's row, `SPEC`, which the budget, the plan, the reports and the simulation read. It
-   imports `memguard._base` alone.
-2. `adapter.py` with a subclass of `Framework` whose `spec` is that row.
+1. `spec.py` with the framework's `FrameworkSpec`, `SPEC`, which the budget, the plan, the reports and the simulation
+   read. It imports `memguard._base` alone.
+2. `adapter.py` with a subclass of `Framework` whose `spec` is `SPEC`.
 3. Optional: `arrays.py` for the exchange (`arrays/base.py`), `probe.py` for the doctor, `gates.py` for suspension,
-   `in_process.py` for facts of a running process; `optional_modules.py` has the types of the last three.
+   `in_process.py` for reading the framework's state in a running process; `optional_modules.py` has the types of the
+   last three.
 
-The row makes `tests/contract` test the adapter. Also add its module to the import contract `frameworks` in
-pyproject.toml, and the module to import first to `MODULES` in `memguard/_tools/activation/_memguard_environment.py`:
-both are literals, and a test compares them with the rows.
+`tests/contract` finds the adapter by its `SPEC` and tests it. Also add its module to the import contract `frameworks`
+in pyproject.toml, and the module to import first to `MODULES` in `memguard/_tools/activation/_memguard_environment.py`:
+both are literals, and a test compares them with the specs.
 
 Rules for all methods:
 
@@ -98,20 +99,21 @@ class Allocator(ABC):
 class Framework(Allocator):
     """One framework in this process. Caps are bytes by device UUID, one for each device of the plan.
 
-    It is the allocator that its cap limits, unless it is `pooled`.
+    The framework's cap limits this allocator, unless the framework is `pooled`.
     """
 
     spec: FrameworkSpec
-    """The framework's row."""
+    """memguard's description of the framework: name, measured sizes, error patterns."""
     resizable = True
     """Whether a cap can change at run time. False for TensorFlow and JAX, which never release memory to the driver."""
     pooled = False
-    """Whether it allocates from the shared pool. Its usage then is its live blocks, without a cache."""
+    """True if the framework allocates from the shared pool. Its reported usage then is its live blocks, without a
+    cache."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.notes: list[str] = []
-        """Sentences about facts found after `apply`. The guard shows them with its own notes."""
+        """Notes that the adapter adds after `apply`, as sentences. The guard shows them with its own notes."""
         self.on_warning: Callable[[str], None] | None = None
         """Called by `_warn` with its sentence, on the thread that caused the warning."""
         self.on_change: Callable[[], None] | None = None
@@ -172,7 +174,7 @@ class Framework(Allocator):
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         """Apply the caps. Called once the framework is imported, live or not. Adds its undo steps to `undo`.
 
-        `options` are the framework's settings in the budget, by name: the `applied` options of its row.
+        `options` are the framework's settings in the budget, by name: the `applied` options of its spec.
         """
 
     def resize(self, caps: Mapping[str, int]) -> None:

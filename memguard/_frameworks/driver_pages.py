@@ -54,7 +54,7 @@ class _Slab:
 class Slabs:
     """The slabs of one GPU that contain pieces of this process's frameworks. Thread-safe.
 
-    `gaps` is the bytes of slabs that no framework's row counts: unusable ends, and holes of freed pieces. It is
+    `gaps` is the bytes of slabs that no framework's ledger row counts: unusable ends, and holes of freed pieces. It is
     negative if rows overlap: one framework counts a whole slab, and another its pieces in that slab. A slab whose first
     piece was not recorded here belongs to other code, as do its gaps.
     """

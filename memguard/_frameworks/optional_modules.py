@@ -4,10 +4,11 @@
 crashes the process (SIGSEGV), fails, or waits in the driver until the resume (driver 580.159, H200). A call that waits
 with the GIL held blocks every thread of the process. The `harm` of a function is the effect of its ungated call.
 
-`in_process.py` defines `IN_PROCESS`: facts of the running process. Suspension reads the state that it would destroy,
-the doctor reads replaced allocators, and a retry reads the number of ranks. memguard calls these functions only for
-imported frameworks; they import, initialise and change nothing. A version may store a fact elsewhere, so a function may
-raise; the caller then reports that the fact could not be read.
+`in_process.py` defines `IN_PROCESS`: functions that read the framework's state in the running process. Suspension reads
+the state that it would destroy, the doctor reads replaced allocators, and a retry reads the number of ranks. memguard
+calls these functions only for imported frameworks; they import, initialise and change nothing. Another version of the
+framework may store the state elsewhere, so a function may raise; the caller then reports that the state could not be
+read.
 
 `probe.py` defines `probe(report)`, which the doctor runs in a process of its own (`_tools/doctor/probes/main.py`). The
 examined interpreter may lack memguard: `probe.py` imports only the standard library at run time, and uses the syntax of
@@ -123,15 +124,15 @@ class Question(NamedTuple):
 
 
 class InProcess(NamedTuple):
-    """Functions that read one framework's facts in the running process.
+    """Functions that read one framework's state in the running process.
 
     `modules`: for the doctor, the modules that show how far the framework is loaded. `held`: types whose live objects
     these functions inspect, as pairs of module and name; Python's collector finds the objects. `shares`: memory that
-    other processes share. `communicators`, `captures`, `profilers`: those that are active. `capturing`: whether this
-    thread captures a CUDA graph. `work_areas`: bytes in use on this thread's current GPU that belong to no array of the
-    program. `free_caches`: free memory that the framework only caches for its next call; it may raise. `ranks`: the
-    library that knows the number of ranks, and that number or None. `swapped`: the name of the allocator that replaced
-    the framework's own, or None.
+    other processes share. `communicators`, `captures`, `profilers`: the active NCCL communicators, CUDA graph captures
+    and profilers. `capturing`: whether this thread captures a CUDA graph. `work_areas`: bytes in use on this thread's
+    current GPU that belong to no array of the program. `free_caches`: free memory that the framework only caches for
+    its next call; it may raise. `ranks`: the library that knows the number of ranks, and that number or None.
+    `swapped`: the name of the allocator that replaced the framework's own, or None.
     """
 
     modules: tuple[str, ...] = ()

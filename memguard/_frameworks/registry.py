@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def create(name: str, host: Host) -> Framework:
     """Create the framework's adapter for this host, or its simulated one on simulated GPUs. KeyError if it has no
-    row."""
+    spec."""
     if host.simulated:
         from memguard._devices.simulated import SimulatedHost
         from memguard._frameworks.simulated.adapter import SimulatedFramework
@@ -28,7 +28,7 @@ def create(name: str, host: Host) -> Framework:
 
 
 def client(name: str, host: Host, shared_pool: SharedPool) -> Framework:
-    """Create the framework's adapter for the shared pool, and register it as a client. Its row must support the
+    """Create the framework's adapter for the shared pool, and register it as a client. Its spec must support the
     pool."""
     framework: Framework = specs.load(name, "pooled", SPECS[name].pooled)(host, shared_pool)
     shared_pool.adapters[name] = framework

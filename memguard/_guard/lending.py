@@ -3,22 +3,23 @@
 On each GPU the room for all caps is limit − reserve. The room above the sum of the minima is lent to elastic
 frameworks. The rules:
 
-- The free room is the room less, for each framework, its cap or its held bytes, whichever is larger
-  (`_budget.policy.room_left`): lowering a cap below live arrays frees no memory. If the free room is negative, nothing
-  is lent, and a monitor tick calls back lent memory that is unused.
-- The sum of the caps never exceeds the room, and no cap is below its framework's min. So a framework always has its
-  min at once, whatever its siblings hold.
+- The free room is the room less the sum, over all frameworks, of the larger of cap and held bytes
+  (`_budget.policy.room_left`), because lowering a cap below live arrays frees no memory. If the free room is negative,
+  nothing is lent, and a monitor tick calls back lent memory that is unused.
+- The sum of the caps never exceeds the room, and no cap is below its framework's min. So a framework can always
+  allocate up to its min without waiting, however much its siblings hold.
 - A cap is never lowered below the bytes that its framework holds and its workloads have reserved. So moving caps never
   affects live arrays, and idle lent memory can be called back for any framework.
 - A framework that needs more is given, in this order: room that is not lent; lent room that is unused; lent memory that
   is only cached, after a trim has returned it to the driver. Caches whose reclaimable bytes are known are trimmed
-  first, the largest before the others. No cache is trimmed without need, and none if all caches together are too small.
+  first, the largest before the others. No cache is trimmed without need, and no cache is trimmed if all caches together
+  are too small.
 - First come, first served. A framework whose allocator cannot request room within an allocation (torch) keeps headroom
-  instead. A tick fills headroom from unused room, first for the framework that has borrowed the smallest part of its
-  span. Headroom of these frameworks is taken last.
+  instead. A monitor tick fills headroom from unused room, first for the framework that has borrowed the smallest
+  fraction of its span (max − min). These frameworks' headroom is lent to others last.
 
-Hysteresis: headroom below a threshold is filled to twice the threshold. So under a constant load caps move at one tick
-only.
+Hysteresis: headroom below a threshold is filled to twice the threshold. So under a constant load, caps move at only one
+tick.
 """
 
 from __future__ import annotations

@@ -27,10 +27,11 @@ unknown."""
 
 
 class SuspendedGpus:
-    """Stands in for a guard's GPUs during a suspension. `reading`: the last ledger before it. `off`: its time and
-    sizes.
+    """Replaces a guard's GPUs during a suspension. `reading`: the last ledger before the suspension. `off`: the time of
+    the suspension and the bytes that it moved.
 
-    `figures` reads the current memory of the GPUs. `host` is the real host.
+    `figures` reads the current memory of the GPUs from another process. `host` is the guard's host outside a
+    suspension.
     """
 
     def __init__(self, reading: Ledger, figures: Figures, off: Off, host: Host) -> None:
@@ -39,7 +40,8 @@ class SuspendedGpus:
         self._pid = os.getpid()
 
     def ledger(self) -> Ledger:
-        """The last reading with one more row, which subtracts this process's bytes: they are in host memory."""
+        """The last reading with one more row. That row subtracts this process's bytes, because they are in host
+        memory."""
         self._check_pid()
         return ledger_of(self._reading, suspension.now or self._off, time.time(), self._figures)
 

@@ -203,7 +203,7 @@ def facts_of(error: BaseException) -> ErrorFacts:
 
     kind = type(error)
     try:
-        text = str.__getitem__(str(error), slice(None))  # a plain str, also of a subclass
+        text = str.__getitem__(str(error), slice(None))  # converts a subclass of str to plain str
         if len(text) > 2 * _MAX_TEXT:
             text = f"{text[:_MAX_TEXT]}\n{text[-_MAX_TEXT:]}"
     except KeyboardInterrupt:

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], object]
 OnPoll = Callable[[list[Any]], object]
-"""Called with the claims of all processes at each poll of a budget that waits for its lease."""
+"""A callback for a budget that waits for its lease: each poll passes it the leases that all processes of the machine
+claim."""
 
 
 class BudgetLease(Protocol):
@@ -28,7 +29,7 @@ class BudgetLease(Protocol):
 
     held: bool
     kept: bool
-    """Whether the next budget takes the lease over."""
+    """True if the next budget takes over this lease."""
 
     def take(
         self,
@@ -78,11 +79,11 @@ class SessionContext(Protocol):
 
 
 class Extension:
-    """The feature of one section of a budget, from the preparation of its session to its end. By default a method does
-    nothing.
+    """Implements one section of a budget file for one session, from the session's preparation to its end. By default a
+    method does nothing.
 
-    There is no method for the end. `start` adds an undo step to `session.undo` before each change, because an
-    interruption may come between the two.
+    No method is called at the session's end. Instead `start` adds an undo step to `session.undo` before each change, so
+    that an interrupted `start` is undone too.
     """
 
     before_monitor: ClassVar[bool] = False

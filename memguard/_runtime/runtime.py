@@ -316,7 +316,7 @@ class Runtime:
             if host is not None:
                 host.close()
             if isinstance(error, DeviceError) and (simulate is None if host is None else not host.simulated):
-                # Without a host the error already suggests simulated GPUs.
+                # If `open_host` itself failed, its error already suggests simulated GPUs.
                 more = [_WITHOUT] if host is not None else []
                 more += [_MISSING] if error.missing else []
                 raise DeviceError(error.advice.with_alternatives(*more), missing=error.missing) from None

@@ -47,7 +47,7 @@ WITHOUT_MONITOR = (
 )
 
 _thread = threading.local()
-"""`session`, on a monitor thread: the session whose budget a callback on that thread may end."""
+"""On a monitor thread, `_thread.session` is the session that the thread monitors."""
 
 
 def outlived(active: Session | None) -> bool:
@@ -337,7 +337,7 @@ class Session:
             self._call(event)
         for extension in self.extensions:
             extension.tick(sample)
-        if sample_callbacks and sample.devices:  # without devices: a reading that failed
+        if sample_callbacks and sample.devices:  # a sample without devices comes from a failed NVML reading
             from memguard._runtime.callbacks import give
 
             give(sample_callbacks, sample, lambda: self.active)

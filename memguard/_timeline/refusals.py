@@ -58,7 +58,7 @@ class Reported:
     """The refusal of an out-of-memory report. `moment` is its time, None if only the report's time is known.
 
     `exact`: `held` is from that moment, and not from the last sample. `event` is the unique time of the event that
-    counts it; None if the report does not name it.
+    counts the request; None if the report names no event.
     """
 
     refusal: Refusal
@@ -68,13 +68,14 @@ class Reported:
 
 
 def moment_of(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The report's figures from the moment of the refusal; empty if it has none."""
+    """The report's figures from the moment of the refusal; empty if the report has none."""
     moment = report.get("moment")
     return moment if isinstance(moment, Mapping) else {}
 
 
 def is_counted(report: Mapping[str, Any]) -> bool:
-    """Whether an event counts the report's request: its allocator reported it at the refusal."""
+    """True if the allocator reported the request when it refused it: then an event of the timeline counts the request
+    too."""
     return moment_of(report).get("source") in ("refusal", "observer")
 
 

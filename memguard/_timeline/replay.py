@@ -48,12 +48,12 @@ class Above:
 
 @dataclass(frozen=True)
 class TimelineFramework:
-    """One framework on one GPU, in bytes. `cap` is None if the budget does not name it. `needs` is its least
-    in the samples.
+    """One framework on one GPU, in bytes. `cap` is None if the budget does not name the framework. `needs` is the
+    smallest limit under which no sample shows a refusal.
 
-    `requests` counts the requests refused while recording; `again` whether this cap would refuse them: None if it is
-    large enough for each of them. `unmet` is their largest need. `peak` is its largest use by its allocator, None if
-    the allocator does not report it.
+    `requests` is the number of requests refused while recording, and `unmet` is their largest need. `again`: the cap
+    would refuse them again; None if the cap is large enough for each of them. `peak` is the allocator's own peak of
+    bytes in use; None if the allocator reports none.
     """
 
     framework: str
@@ -73,12 +73,12 @@ class TimelineFramework:
 
     @property
     def least(self) -> int:
-        """The smallest limit that would have served all known needs."""
+        """The smallest limit that would have met all known needs."""
         return max(self.needs, self.peak or 0, self.unmet)
 
     @property
     def times(self) -> str:
-        """How often it would have been refused, as far as known."""
+        """The number of refusals under the cap, as text; `?` if unknown."""
         if self.requests and self.again:
             return str(max(self.requests, self.refused.times))
         return str(self.refused.times or "?") if self.requests else str(self.refused.times)
@@ -140,7 +140,8 @@ class TimelineOutcome:
 
     @property
     def fits(self) -> bool:
-        """Whether no framework would have been refused, with its arrays at their recorded positions."""
+        """True if the replay refuses no framework's request. It places arrays at their recorded addresses, so
+        fragmentation counts too."""
         return not any(
             row.refused.times or row.fragments.times or (row.requests and row.again) for row in self.frameworks
         ) and not any(gpu.together.times for gpu in self.devices)

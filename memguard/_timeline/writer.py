@@ -72,8 +72,8 @@ class Writer:
         self._say, self._clock, self._locked = say, clock, LockedRunner(order=LockOrder.TIMELINE)
         self._pending: deque[Callable[[], object]] = deque()  # records that arrived during another write
         self._begun = False
-        self._closing = False  # closed; the lock's holder closes the file if `close` cannot
-        self._writing = 0  # the thread that held the lock last
+        self._closing = False  # `close` was called; if it cannot take the lock, the lock's holder closes the file
+        self._writing = 0  # the id of the thread that held the lock last
         self._limit, self._most = limit_bytes, limit_bytes // _PARTS
         self._columns, self._dirty = records.columns_of(plan), False
         recorded = datetime.fromtimestamp(clock(), UTC).isoformat(timespec="milliseconds")
@@ -89,7 +89,7 @@ class Writer:
                 fix=f"give timeline_size at least {least}",
             )
         self._opened: list[int] = []
-        self._moved: list[int] = []  # descriptor of a moved file while a new file replaces it
+        self._moved: list[int] = []  # the descriptor of a moved file, until a new file replaces it
         self._size = 0
         self._parts: list[_Part] = []
         self._kept: _Part | None = None
@@ -286,15 +286,15 @@ class Writer:
         if self._opened:
             about = os.fstat(self._opened[-1])
             size = about.st_size
-            # No room: the file is full, was truncated, or ends in half a line that could not be removed.
+            # False if the file is full, was truncated, or ends in half a line that could not be removed.
             room = size == self._size and size + len(line) <= self._most
-            if about.st_nlink == 0:  # the file was removed, so written records would be lost
+            if about.st_nlink == 0:  # the file was removed: records written to it would be lost
                 self._shut()
                 self._pending_message = f"the timeline {self.path} was removed: it is begun anew"
             elif not self._in_place(about) and not self._follow(about):
                 self._replace_moved(room)
             elif not room:
-                self._rename(size, own=True)  # before the close: if it fails, a closed file would block the path
+                self._rename(size, own=True)  # before the close: if the rename fails, the file stays open
                 self._shut()
         if not self._opened:
             self._begin()
@@ -343,7 +343,8 @@ class Writer:
         )
 
     def _wait_for_closing_writer(self) -> bool:
-        """Wait for another thread's write through a closed writer of this file. Whether the file is free then."""
+        """Wait until a closed writer of this file has finished a write on another thread. True if no writer uses the
+        file afterwards."""
         for one in list(_closing_writers.values()):
             if one._pid == os.getpid() and not one._locked.held_here and one._writes(self.path):
                 one._finish_pending(_CLOSING_TIMEOUT)

@@ -1,6 +1,7 @@
 """The contract of a framework's array adapter: one class in the `arrays.py` of the framework's folder.
 
-The framework's row names the class (`Exchanged`); `tests/contract` and `tests/gpu/test_exchange.py` test every class.
+The framework's `spec.py` names the class (`Exchanged`); `tests/contract` and `tests/gpu/test_exchange.py` test every
+class.
 
 - Only the framework's own file imports the framework, inside methods. Callers use `owns` only after its import.
 - `offer` describes an array and does not wait for work on it. It raises CannotShare if not even a copy is possible
@@ -34,7 +35,7 @@ class Arrays(ABC):
     module: ClassVar[str]
     """The module whose import loads the framework."""
     call: ClassVar[str]
-    """The framework's function behind `import_view`, for the documentation."""
+    """The framework's public function that `import_view` calls, as the documentation names it."""
     waits: ClassVar[str]
     """What waits for the producer's work if this framework is the consumer: its `stream`, or the `host`."""
     takes_stream: ClassVar[bool] = True

@@ -29,7 +29,7 @@ class Layout(Enum):
 class Traits:
     """The properties of a framework's arrays.
 
-    title         its name in sentences: for a framework of the budget, the title in its row
+    title         its name in sentences: for a framework of the budget, the title in its spec
     alignment, host_alignment  its addresses must be multiples of this many bytes, on a GPU and on the host. On a GPU
                   they must also be multiples of the element size: a kernel that reads any other address destroys the
                   context for the whole process

@@ -109,9 +109,10 @@ class _SharedView(NamedTuple):
 
 _new_shared_view: Callable[[tuple[Any, ...]], _SharedView] = functools.partial(tuple.__new__, _SharedView)
 held_for_processes: Counter[int] = Counter()
-"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes. No framework's row contains them."""
+"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes. No framework's ledger row contains
+them."""
 _open: dict[int, _SharedView] = {}
-"""The views shared now, by lifetime's `id`, without their owners."""
+"""The shared views by `id` of their `Lifetime`. An entry does not reference the array's owner."""
 _parked: list[_Parked] = []
 
 
@@ -183,7 +184,8 @@ def covered(parts: Iterable[tuple[int, int]]) -> int:
 def _running_work(
     offer: Offer, stream: int | None, context: int | None = None
 ) -> Mark | _DeferredMark | _AfterResume | None:
-    """A mark of the consumer's unfinished work, if no stream of the producer can wait for it; else None."""
+    """A CUDA event after the consumer's unfinished work, if no stream of the producer can wait for that work; else
+    None."""
     _, shape, _, _, device, _ = offer.view
     if device is None or 0 in shape:
         return None

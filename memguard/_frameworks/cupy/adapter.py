@@ -1,10 +1,11 @@
-"""Caps CuPy by its memory pool's limit on every device, and rounds requests as the driver does.
+"""Caps CuPy by the limit of its memory pool on each device, and rounds requests up to the driver's pages.
 
-Measured: a `MemoryPool` stops at its limit by its own count, and the limit can change. Reading the current device
-initialises CUDA, so the adapter sets a pool's limit at the first allocation on its device. The pool counts requested
-bytes, not the driver's pages (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB on an H200). So the adapter rounds
-each request up to pages, and uses the requested size only if that takes no new page. The limit of `MemoryAsyncPool` is
-the release threshold of a pool that all frameworks share, so the adapter only watches that pool.
+Measured: a `MemoryPool` refuses a request that would exceed its limit by the pool's own count, and the limit can
+change. Reading the current device initialises CUDA, so the adapter sets a pool's limit at the first allocation on its
+device. The pool counts requested bytes, not the driver's pages (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB
+on an H200). So the adapter rounds each request up to pages, and uses the requested size only if the request takes no
+new page. The limit of `MemoryAsyncPool` is the release threshold of a pool that all frameworks share, so the adapter
+only watches that pool.
 
 Methods of the pool's class cannot be replaced. So at each allocation that could exceed the cap, the adapter compares
 the pool's limit with the cap. If `set_allocator` selects another pool later, that pool shares the cap with the former

@@ -1,4 +1,4 @@
-"""JAX's row: memguard's facts about it, as data."""
+"""What memguard knows about JAX, as a `FrameworkSpec`: names, measured sizes, error patterns."""
 
 from memguard._base.framework_spec import Allocators, ErrorPattern, Examined, Exchanged, FrameworkSpec
 from memguard._base.units import MIB

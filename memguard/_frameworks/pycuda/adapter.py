@@ -571,7 +571,8 @@ class PyCUDA(Framework):
     def _pools(self, uuid: str) -> list[Pool]:
         """The pools on this GPU, without those of destroyed contexts.
 
-        It does not check the primary context, which other frameworks keep alive, as each reading calls this method.
+        Each ledger reading calls this method, so it skips the check of the primary context: other frameworks keep that
+        context alive.
         """
         pools = [pool for pool in list(self._own.values()) if pool.uuid == uuid]
         if pools:

@@ -32,7 +32,7 @@ class RawPool:
 
 
 class Pool:
-    """A PyCUDA pool with facts that PyCUDA does not report: its blocks, and which of them are in use.
+    """A PyCUDA pool that also records its blocks and which of them are in use: PyCUDA reports neither.
 
     A request served by an idle block does not change the driver's memory. So `hit` checks neither the cap nor the
     driver's pages, and takes no lock. Callers of all other methods hold the adapter's lock.
@@ -126,13 +126,13 @@ class Pool:
             found.enough = max(idle, len(found.idle))
 
     def dead(self) -> bool:
-        """Whether the context was destroyed, and the pool's memory with it. Other memory may have its addresses
-        then."""
+        """True if the context, and with it the pool's memory, was destroyed. The driver may have reused the
+        addresses."""
         while self._witness is not None:
             lives = self.memory_exists
             if lives():
                 return False
-            if self.memory_exists is lives:  # otherwise a signal handler freed the checked block
+            if self.memory_exists is lives:  # false if a signal handler freed the checked block
                 return True
         return False
 

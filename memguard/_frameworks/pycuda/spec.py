@@ -1,4 +1,4 @@
-"""PyCUDA's row: memguard's facts about it, as data."""
+"""What memguard knows about PyCUDA, as a `FrameworkSpec`: names, measured sizes, error patterns."""
 
 from fractions import Fraction
 

@@ -61,9 +61,10 @@ class Limit:
 
 
 class RmmClient(Framework):
-    """Base of an adapter whose framework may have RMM as its allocator. These methods apply then.
+    """Base class of an adapter whose framework can use RMM as its allocator. While RMM is the allocator, the methods of
+    this class replace the adapter's.
 
-    A subclass decorates its own versions with `unless_rmm`. RMM's limit is fixed, so `Framework.resize` raises.
+    A subclass decorates its own methods with `unless_rmm`. RMM's limit is fixed, so `Framework.resize` raises.
     """
 
     def __init__(self, host: Host) -> None:

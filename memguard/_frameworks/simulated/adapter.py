@@ -81,7 +81,8 @@ MODELS: Mapping[str, AllocatorModel] = {
         lambda start: NumbaMemory(start.take, start.give, start.cap, total=start.gpu.usable), round_up, 2 * MIB
     ),
 }
-"""By the `allocator` of a row. A row without a model gets the generic one, a caching pool like torch's."""
+"""The model of an allocator, by `FrameworkSpec.allocator`. An allocator without a model gets the generic one, a caching
+pool like torch's."""
 _REQUESTS_ROOM = frozenset(row.allocator for row in SPECS.values() if row.requests_room)
 """The allocators that request room before they refuse a request, as memguard's own do."""
 
@@ -146,7 +147,7 @@ class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class SimulatedFramework(Framework):
-    """A framework with a row, or any `name` with an `allocator`, which is a key of `MODELS`.
+    """A framework with a spec, or any `name` with an `allocator`, which is a key of `MODELS`.
 
     It is live from its first `allocate`, which opens the shared context. Without a cap only the GPU limits it; `bfc`
     then takes nearly the whole GPU at once, as TensorFlow does, and `xla` three quarters of it, as JAX does.

@@ -220,7 +220,7 @@ class TensorFlow(Framework):
         return self._seen.get(device.uuid, None if self._unmatched else ())
 
     def _count_numbers(self) -> dict[str, range]:
-        """The numbers of the logical devices for each GPU. The user may have split a GPU into several logical
+        """The indices of the logical devices on each GPU. The user may have split a GPU into several logical
         devices."""
         found, first = {}, 0
         for gpu, uuid in self._gpus.items():
@@ -230,8 +230,8 @@ class TensorFlow(Framework):
         return found
 
     def _read_numbers(self, tf: Any) -> dict[str, range]:
-        """Read the logical devices' numbers for each GPU. CUDA is initialised, so reading its ordinals starts no child
-        process."""
+        """Read the indices of the logical devices on each GPU. CUDA is initialised, so reading its ordinals starts no
+        child process."""
         gpus = tf.config.get_visible_devices("GPU")
         try:
             devices = self.host.devices(ordinals=True) if gpus else ()

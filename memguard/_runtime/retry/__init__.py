@@ -1,7 +1,7 @@
-"""Retries a function or block after a GPU out-of-memory error: clears the failed run's frames, makes room, logs it.
+"""Retries a function or block after a GPU out-of-memory error: clears the failed run's frames, frees GPU memory, logs.
 
-`run` controls one call. `failure` classifies errors and clears the failed run's frames, `room` makes room through the
-budget, `ranks` detects distributed jobs.
+`run` controls one call. `failure` classifies errors and clears the failed run's frames, `room` frees memory by trimming
+caches and moving elastic caps, `ranks` detects distributed jobs.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class _LastSize:
 
 
 class _SizeArgument:
-    """The shrinking argument of a function: reads it from each call and replaces it."""
+    """Reads the size argument that `shrink` names from each call of a function, and replaces it by a smaller size."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.name, self.fitted = name, _LastSize()
