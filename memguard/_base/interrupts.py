@@ -46,7 +46,7 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
                     recorder = _Recorder(self, number, handler)
                     self._replaced.append(recorder)
                     _install(number, recorder)
-        except BaseException as error:  # raised by a handler not replaced yet, or in a subinterpreter
+        except BaseException as error:  # a handler that is not replaced yet raised it, or this is a subinterpreter
             self._end(sys._getframe(1))
             if not (isinstance(error, ValueError) and "main interpreter" in str(error)):
                 raise

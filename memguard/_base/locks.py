@@ -189,5 +189,5 @@ class LockedRunner:
                 if lock._is_owned():
                     lock.release()
         finally:
-            if lock._is_owned():  # again: a Ctrl-C may have interrupted the release above
+            if lock._is_owned():  # true if a Ctrl-C interrupted the release above
                 lock.release()

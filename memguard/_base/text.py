@@ -79,7 +79,7 @@ def _fits(text: str, encoding: str) -> bool:
         text.encode(encoding)
     except UnicodeEncodeError:
         return False
-    except (LookupError, ValueError):  # not a text encoding that Python knows
+    except (LookupError, ValueError):  # Python does not know the encoding
         return text.isascii()
     return True
 

@@ -50,7 +50,7 @@ class Undo:
                 if not isinstance(error, Exception):
                     interruption = interruption or error
                     continue
-            if step in self._steps:  # else a signal handler ran the steps during `do`
+            if step in self._steps:  # false if a signal handler ran the steps during `do`
                 self._steps.remove(step)
         if interruption is not None:
             raise interruption

@@ -76,12 +76,12 @@ def plan(budget: Budget, devices: Sequence[Device], sharing: Sharing | None = No
     """
     whole = _resolved(budget, devices)
     if sharing is None and isinstance(budget.ranks, int):
-        from memguard._budget import ranks  # only budgets with ranks load it
+        from memguard._budget import ranks  # imported only for a budget with ranks
 
         sharing = ranks.declared(budget.ranks, None)
     if sharing is None:
         return whole
-    from memguard._budget.parts import part_of, with_nccl  # only divided budgets load it
+    from memguard._budget.parts import part_of, with_nccl  # imported only for a divided budget
 
     among = {device.uuid: sharing.on(device.ordinal) for device in devices}
     if sharing.nccl:

@@ -269,7 +269,7 @@ def _instead_of(
         if normal in allowed:
             return normal
         near = alias if (alias := _KEYS.get(normal, "")) in allowed else _near(normal, allowed)
-        other = {"min": "max", "max": "min"}.get(near, "")  # `mix` may be either
+        other = {"min": "max", "max": "min"}.get(near, "")  # `mix` is as close to `min` as to `max`
         return other if near in siblings and other and other not in siblings and _near(normal, [other]) else near
 
     if cut := suggestions.decimals(name, siblings):
@@ -291,7 +291,7 @@ def _instead_of(
     if amount and level in SPECS and set(SIZES) & set(siblings) and not known(name):
         return "remove it", (), False
     line, fix = _sized(name, value, level, siblings, known(name)) if amount else ("", "")
-    if fix and line != f"{known(name)}: {_written(value)}":  # otherwise the key is only misspelt
+    if fix and line != f"{known(name)}: {_written(value)}":  # equal if the key is only misspelt
         return fix, (), level == "" or name == "share"
     if near := known(name):
         explains: tuple[Loc, ...] = ((*own, near),) if near not in siblings else ()

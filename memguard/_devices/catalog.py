@@ -206,7 +206,7 @@ def _sized(written: str) -> Model:
 def _wrong(what: str, near: Sequence[str]) -> DeviceError:
     hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
     error = DeviceError(f"{what}{hint}", fix=f"use one of {names(every=False)}")
-    error.exit_code = 2  # exit code for a wrong argument, not for a missing GPU
+    error.exit_code = 2  # the exit code of a wrong argument instead of a missing GPU
     return error
 
 

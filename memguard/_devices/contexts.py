@@ -296,7 +296,7 @@ def watch(address: int, known: int) -> Callable[[], bool]:
     if ask is None:
         return lambda: buffer(address) == known
     found, which, where = c_uint64(), c_int(_BUFFER_ID), c_uint64(address)
-    out = byref(found)  # shared by all threads: another thread's result is as valid, and newer
+    out = byref(found)  # all threads share it: another thread's result is valid too, and newer
     return lambda: ask(out, which, where) == 0 and found.value == known
 
 

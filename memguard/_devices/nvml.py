@@ -397,7 +397,7 @@ class Nvml:
         self._restarting = True
         _here.calls += 1
         try:
-            with contextlib.suppress(n.NVMLError):  # the driver is gone: nothing remains to shut down
+            with contextlib.suppress(n.NVMLError):  # the driver was unloaded: nothing remains to shut down
                 n.nvmlShutdown()
         finally:
             _here.calls -= 1
@@ -560,7 +560,7 @@ class Nvml:
                 self._v2[uuid] = True
                 return self._checked(n, uuid, info.total, info.reserved, info.used, info.free)
             except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
-                if uuid in self._v2:  # v2 worked before: v1's figures would not match the plan
+                if uuid in self._v2:  # v2 worked before, and the plan uses its figures, which v1's do not match
                     raise
                 self._v2[uuid] = False
         info = n.nvmlDeviceGetMemoryInfo(handle)
@@ -595,7 +595,7 @@ class Nvml:
             samples = n.nvmlDeviceGetProcessUtilization(self._handle(n, uuid), since)
         except n.NVMLError_Uninitialized:
             raise
-        except (n.NVMLError, n.NVMLLibraryMismatchError, AttributeError):  # raised also if there is no sample
+        except (n.NVMLError, n.NVMLLibraryMismatchError, AttributeError):  # NVML also raises if there is no sample
             return None
         found: dict[int, int] = {}
         for sample in samples:

@@ -122,7 +122,7 @@ def _gpu(
         found: dict[str, Any] = {"uuid": n.nvmlDeviceGetUUID(handle)}
     except failures as error:
         return {"error": type(error).__name__}
-    unavailable = (*failures, AttributeError)  # older bindings lack some calls
+    unavailable = (*failures, AttributeError)  # older versions of nvidia-ml-py lack some calls
     with contextlib.suppress(*unavailable):
         found["name"] = n.nvmlDeviceGetName(handle)
     with contextlib.suppress(*unavailable):
@@ -149,7 +149,7 @@ def _gpu(
 def _memory(n: Any, unavailable: tuple[type[Exception], ...], handle: Any) -> dict[str, int]:
     try:
         info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
-    except unavailable:  # a driver without v2; `used` then includes the driver's reserve
+    except unavailable:  # the driver lacks v2; v1's `used` includes the driver's reserve
         info = n.nvmlDeviceGetMemoryInfo(handle)
     return {"total": info.total, "used": info.used, "free": info.free}
 
@@ -165,7 +165,7 @@ def driver() -> Iterator[dict[str, Any]]:
         return
     found["path"] = mapped("libcuda")
     number = c_int()
-    with contextlib.suppress(AttributeError):  # a library of that name from another vendor
+    with contextlib.suppress(AttributeError):  # another vendor's library of that name lacks the function
         if cuda.cuDriverGetVersion(number) == 0:
             found["version"] = number.value
     found["checkpoint"] = libcuda.exports(*libcuda.CHECKPOINT)

@@ -320,7 +320,7 @@ def accept_permanent_limits(
             f"call memguard.init() before {title}'s first operation",
         )
     for uuid, (cap, limit) in existing.items():
-        own = limit < cap // MIB * MIB  # the user's own limit, which fits every looser cap
+        own = limit < cap // MIB * MIB  # the user's own limit, which a larger cap does not change
         if caps.get(uuid) != cap and not (own and caps.get(uuid, 0) >= limit):
             raise CapNotApplied(
                 name,

@@ -161,7 +161,7 @@ class DriverPages:
         """Whether `held` may stay within the cap after one more allocation. It searches the slabs only near the cap."""
         if self.held() + round_up(size) <= cap:
             return True
-        return size <= SMALL and self.held() + self.growth(size) <= cap  # above SMALL the first check is exact
+        return size <= SMALL and self.held() + self.growth(size) <= cap  # above SMALL the first check alone is exact
 
     def add(self, address: int, size: int) -> None:
         self._queue(self.apply_add, address, size)
@@ -207,7 +207,7 @@ class DriverPages:
             return
         slab = self._slabs.get(address // GRANULE)
         if slab is None:
-            self.changes.popleft()  # otherwise it would be retried for ever
+            self.changes.popleft()  # a kept entry would be retried for ever
             raise KeyError(address)
         self._change(slab, address, -1, -size)
         self._shared.remove_piece(address)

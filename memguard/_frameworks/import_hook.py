@@ -55,7 +55,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         names: set[str] = vars(self._finding).setdefault("names", set())
         if fullname not in self._waiting or fullname in names:
             return None
-        names.add(fullname)  # another finder may search for it again, or import another module
+        names.add(fullname)  # another finder may search for this module again, or import another one
         try:
             return found_by_others(self, self._imported, fullname, path, target)
         finally:
@@ -116,7 +116,7 @@ def leave(finder: object) -> None:
         kept = [one for one in before if one is not finder]
         if len(kept) == len(before):
             return
-        if sys.meta_path is now and now == before:  # otherwise another thread changed the list: retry
+        if sys.meta_path is now and now == before:  # false if another thread changed the list: retry
             sys.meta_path = kept
             return
 
@@ -185,7 +185,7 @@ class RealImports(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._modules or fullname in self._searched:
             return None
-        self._searched.add(fullname)  # another finder may search for it again
+        self._searched.add(fullname)  # another finder may search for the module again
         try:
             return found_by_others(self, self._imported, fullname, path, target)
         finally:

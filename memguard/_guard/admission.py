@@ -151,7 +151,7 @@ class Admission:
             return Room({}, None, 0, {})
         footprint = caps.framework(framework).footprint(needed)
         if again(cap=refusals.highest_cap(snapshot.device_plan, framework)).result.refusal is not None:
-            return Room({}, None, 0, {})  # too little memory even at the highest cap
+            return Room({}, None, 0, {})  # the memory does not suffice even at the highest cap
         room = elastic.reclaimer.make_room(device, framework, footprint + snapshot.result.reserved_under_cap)
         if snapshot.reservations is not EMPTY and (still := again().result.trim):  # reserved memory must be free too
             elastic.trim_idle(still, device)
@@ -241,7 +241,7 @@ class Admission:
             del error, refused
             if not waits:
                 waits = self._queue(work)
-                continue  # a workload that ended before did not wake this one
+                continue  # a workload that ended earlier did not wake this workload
             yield min(pause, work.deadline - now)
             pause = min(2 * pause, _LAST_PAUSE)
         report.waited = time.monotonic() - work.began if waits else 0.0
@@ -379,7 +379,7 @@ class Admission:
                 return None
             devices = [device_plan.device.uuid for device_plan in self._caps.plan.devices]
             return {uuid: policy.in_use(usage) for uuid, usage in zip(devices, usages, strict=True)}
-        except Exception as failure:  # shutdown within the block, or a lost GPU, must not hide the user's error
+        except Exception as failure:  # an error by `shutdown` or a lost GPU must not replace the user's error
             if error is None and not isinstance(failure, MemguardError):
                 raise
             text = str(failure)  # a log handler that stores records would keep the exception's frames alive

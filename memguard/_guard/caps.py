@@ -202,7 +202,7 @@ class CapTable:
             self._resize_version += 1
             framework.resize(plan.caps(name))
         finally:
-            self._resize_version += self._resize_version % 2  # odd while a resize runs, then even and larger
+            self._resize_version += self._resize_version % 2  # odd while a resize runs; afterwards even and larger
 
     def lower_to_min(self, name: str) -> None:
         """Lower the planned cap of an elastic framework to its min if the cap cannot move, so that the rest can be

@@ -219,7 +219,7 @@ class ElasticCaps:
             before = [self.reclaimer.available(device_plan.device) for device_plan in caps.plan.devices]
             for (
                 device_plan
-            ) in caps.plan.devices:  # PyTorch trims all GPUs at once, so read `available` before and after all trims
+            ) in caps.plan.devices:  # PyTorch trims all GPUs at once, so `available` is read before and after all trims
                 # Not `state`, which would wait for a running import.
                 self.trim_idle([n for n in chosen if self._allocator(n).usage(device_plan.device)], device_plan.device)
             after = [self.reclaimer.available(device_plan.device) for device_plan in caps.plan.devices]

@@ -54,7 +54,7 @@ class Ticket:
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         before, self._wake = self._wake, lambda: loop.call_soon_threadsafe(event.set)
         try:
-            if self._woken.empty():  # otherwise `wake` was called already
+            if self._woken.empty():  # false if `wake` was called already
                 await asyncio.wait_for(event.wait(), seconds)
         except TimeoutError:
             pass

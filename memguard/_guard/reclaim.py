@@ -270,7 +270,7 @@ class Reclaimer:
                 return False
             try:
                 self._caps.set_cap(name, uuid, cap)
-            except Exception as error:  # any error, because a cap that cannot move must not fail the request
+            except Exception as error:  # no error of a cap change may fail the request
                 why = error.reason if isinstance(error, CapNotApplied) else words_of(error)
                 _log.warning("%s: its cap stays at %s: %s", name, format_size(now), why)
                 self._fixed.add(name)

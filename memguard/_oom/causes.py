@@ -133,7 +133,7 @@ class Case:
 
     @cached_property
     def exceeds_cap(self) -> bool:
-        if self.cap_headroom is None:  # then only a request above the whole cap is known to exceed it
+        if self.cap_headroom is None:  # with unknown headroom, only a request above the whole cap is known to exceed it
             cap = self.row.cap if self.row is not None else None
             return cap is not None and (self.classification.requested or 0) > cap
         return self.cap_headroom < self.needed

@@ -41,11 +41,11 @@ class BudgetLease(Protocol):
         """Claim the lease, waiting up to `wait` seconds. Returns whether it had to wait."""
 
     def close(self) -> None:
-        """Release the lease. May be called again."""
+        """Release the lease. A second call does nothing."""
 
 
 class SessionContext(Protocol):
-    """The part of a session that extensions use."""
+    """The attributes and methods of a session that extensions use."""
 
     guard: Guard
     monitor: Monitor | None
@@ -105,7 +105,7 @@ class Extension:
         """Called when a workload has ended after `seconds`. `failed`: the class name of its error."""
 
     def checkpoint(self) -> None:
-        """Called after `session.wake()`, on a thread of the program where the extension may trim and wait."""
+        """Called after `session.wake()`, on a thread of the program. The extension may trim and wait there."""
 
     @property
     def waiting(self) -> bool:

@@ -121,8 +121,8 @@ def _names(devices: Sequence[Device]) -> dict[str, str]:
 
 
 class Action(NamedTuple):
-    """An action for the session. `kind`: log (level info), warn (level warning), callback (once for each event). If
-    `on_pressure` has them, also trim and raise (at the next checkpoint, never asynchronously)."""
+    """An action for the session. `kind`: log (level info), warn (level warning), callback (once for each event). Also
+    trim and raise, if `on_pressure` contains them: both at the next checkpoint, never asynchronously."""
 
     kind: str
     event: Event
@@ -153,9 +153,8 @@ _NONE: Mapping[str, FrameworkSample] = MappingProxyType({})
 
 
 class _Level(NamedTuple):
-    """The needed bytes and their bound `top`. `base` is the part of both that no trim can return.
-
-    `others`: the clause that names the holder of the missing memory, if that is not this process.
+    """The needed bytes and their bound `top`. `base` is the part of both figures that no trim can return. `others`: the
+    clause that names the holder of the missing memory, if the holder is not this process.
     """
 
     used: int
@@ -219,9 +218,10 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
 
 
 def needed(name: str, usage: FrameworkSample) -> int | None:
-    """The bytes of a framework that a trim would not return; None if it reports no figures.
+    """The bytes of a framework that a trim would not return to the driver; None if the framework reports no figures.
 
-    Held less reclaimable. Instead, in use if one of these is unknown or the framework never returns idle memory.
+    That is held less reclaimable; or in use, if held or reclaimable is unknown or the framework never returns idle
+    memory.
     """
     held, in_use, reclaimable, _ = usage
     if held is not None and reclaimable is not None and (in_use is None or name not in NEVER_GIVE_BACK):
@@ -347,7 +347,7 @@ def _pressure(
 
 
 def _threshold(settings: Settings, threshold: float, reached: bool) -> float:
-    """The ratio at which a level begins, or ends if it is `reached`."""
+    """The ratio at which a level begins; if the level is `reached`, the ratio at which it ends."""
     return max(threshold - settings.hysteresis, threshold / 2) if reached else threshold
 
 
@@ -453,7 +453,7 @@ def _climb(track: _Track) -> _Climb | None:
         return None
     for part in (blocks[first:], blocks[first // 2 :], blocks, _threes(blocks)):
         slope = _slope(part)
-        # It must exceed earlier levels by two seconds of its slope: else it is a batch like earlier ones.
+        # A steady rise exceeds earlier levels by two seconds of its slope; a smaller rise is a batch like earlier ones.
         if slope > 0 and high > highest + 2 * slope:
             return _Climb(slope, high)
     return None

@@ -44,7 +44,7 @@ class _Line(NamedTuple):
 
 
 def thin(lines: Iterable[bytes], room: int, every: float | None) -> Thinned:
-    """Keep at most `room` bytes of the lines, headers among them. `every` is the last thinning's interval, or None.
+    """Keep at most `room` bytes of the lines, including headers. `every` is the last thinning's interval, or None.
 
     Reports are kept first, then events (in up to half of the remaining room), then peaks, then other samples. Of
     reports and events the newest are kept. Raises ValueError, LookupError or TypeError if a line is damaged.

@@ -24,13 +24,14 @@ LIMIT = 64 * MIB
 """Bytes of all files together: more than a day of six frameworks on one GPU, at two samples a second."""
 MIN_LIMIT = 512 * KIB
 _PARTS = 32
-"""A file is full at 1/32 of the limit. One part is kept for the thinned records, one as room to thin in."""
+"""A file is full at 1/32 of the limit. One part is reserved for the thinned records, and one for writing the next
+thinned part."""
 _LOCK_TIMEOUT = 2.0
 """Seconds that a thread waits for another thread's write: a disk that hangs must not hang the user's program."""
 _CLOSING_TIMEOUT = 5.0
 """Seconds that a new timeline waits for a write of another thread to the file of a closed one."""
 _RETRY = 5.0
-"""Seconds between attempts while the disk is full or the folder is gone."""
+"""Seconds between attempts while the disk is full or the folder is missing."""
 
 
 _ONE_SAMPLE, _ONE_EVENT = Dropped(samples=1), Dropped(events=1)
@@ -102,7 +103,7 @@ class Writer:
             self.begin()
 
     def begin(self) -> None:
-        """Create the file, and write earlier records. Call it once."""
+        """Create the file, and write the records received so far. Call it once."""
         with self._or_refused():
             try:
                 self._locked.run(self._begin_first, _LOCK_TIMEOUT)
@@ -217,7 +218,7 @@ class Writer:
                 self._say(message)
 
     def _finish_pending(self, patience: float) -> None:
-        """Do the work that arrived during another write: write the waiting records, and close.
+        """Write the records that arrived during another write, then close the file if `close` was called.
 
         Every holder of the lock calls this after its release. So if another thread holds the lock for more than
         `patience` seconds, that thread does the work.
@@ -377,7 +378,7 @@ class Writer:
         return records.header_line(head, self._columns)
 
     def _in_place(self, about: os.stat_result) -> bool:
-        """Whether the path still names the open file."""
+        """True if the path still leads to the open file."""
         try:
             there = os.lstat(self.path)
             return there.st_ino == about.st_ino and there.st_dev == about.st_dev

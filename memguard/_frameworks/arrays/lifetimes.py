@@ -137,7 +137,7 @@ def sweep() -> None:
             return
         try:
             parked = _parked.pop(0)
-        except IndexError:  # another thread removed the last one
+        except IndexError:  # another thread removed the last entry
             return
         over = False
         try:

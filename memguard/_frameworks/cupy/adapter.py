@@ -85,7 +85,7 @@ class CuPy(Limits, resource.RmmClient):
             note = "cupy: watched, not capped: the limit of its async pool is a threshold of a pool that all share"
             return Applied(Enforcement.WATCHED, notes=(note,))
         if resource.is_cupys(allocator):
-            known = self._by_uuid() if contexts.initialised() else None  # otherwise a CuPy call would initialise CUDA
+            known = self._by_uuid() if contexts.initialised() else None  # `_by_uuid` would initialise CUDA
             applied = self._limit_rmm(caps, undo, known)
             self._replace(cupy, undo)
             return applied
@@ -138,7 +138,7 @@ class CuPy(Limits, resource.RmmClient):
             return last[3]
         found = self._returned_by_trim(uuid, ordinal)
         if found is not None:
-            found = min(found, max(held - used, 0))  # CuPy's cached bytes do not include the rest of their pages
+            found = min(found, max(held - used, 0))  # CuPy counts cached bytes without the rest of their pages
         self._idle[ordinal] = held, used, now, found
         return found
 
@@ -399,7 +399,7 @@ class CuPy(Limits, resource.RmmClient):
             return None
         if pool.total_bytes() == before or (gap and pieces is not None and pieces.in_known_slab(memory.ptr)):
             return memory
-        del memory  # it opened a slab or took pages, which exceeds the cap
+        del memory  # the request opened a slab or took pages, and so exceeded the cap
         pool.free_all_blocks()
         return None
 

@@ -131,7 +131,7 @@ def _read(index: Callable[[int], Any], streams: Iterable[int]) -> list[tuple[int
             if collecting:
                 gc.enable()
     finally:
-        if collecting:  # again, in case a Ctrl-C interrupted the first
+        if collecting:  # repeated if a Ctrl-C interrupted the first call
             gc.enable()
 
 

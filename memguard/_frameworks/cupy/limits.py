@@ -34,7 +34,7 @@ class Limits(Framework):
         self._pieces: dict[int, Pieces] = {}
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
-        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # former pools, with their `_limited`
+        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # former pools, each with its `_limited`
         # The limit if it is the same on all devices of `_limited`, and the total up to which a small request cannot
         # exceed it. Both are -1 if the limits differ: then each request compares them. Before the first device no check
         # is needed.

@@ -133,7 +133,7 @@ class PooledCuPy(PooledCapped, CuPy):
                 else:
                     self._ends()
 
-            def _ends(self) -> None:  # before CuPy frees it, as another allocation may get the address afterwards
+            def _ends(self) -> None:  # before CuPy frees the block: afterwards another allocation may get the address
                 if self._among is not None:
                     self._among.pop(self.ptr, None)
                 inherited = getattr(super(), "__del__", None)

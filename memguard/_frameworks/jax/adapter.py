@@ -145,7 +145,7 @@ class JAX(Framework):
             if found is None:
                 return Usage(None, None) if unknown else None
         stats = found.memory_stats()
-        if not stats or "pool_bytes" not in stats:  # another allocator than BFC, without a pool
+        if not stats or "pool_bytes" not in stats:  # an allocator other than BFC has no pool
             return Usage(None, (stats or {}).get("bytes_in_use"))
         return usage_of((stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"]))
 

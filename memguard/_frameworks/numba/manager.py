@@ -213,7 +213,7 @@ def capped(driver: Any) -> type:
             block: Block = memory._block
             size = block.requested
             try:
-                if self.figures.count_ended(block, memory):  # otherwise a reset has freed it
+                if self.figures.count_ended(block, memory):  # false if a reset has freed the block
                     self.deallocations.add_item(self.carry_out, block, size)
                 elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before the array was counted
                     self._to_driver(block, NEW)
@@ -252,7 +252,7 @@ def capped(driver: Any) -> type:
                         block.state = PENDING
                         self.deallocations.requeue_interrupted()
                     else:
-                        self._freed.append((None, block))  # `apply` ignores a second record
+                        self._freed.append((None, block))  # `apply` ignores a repeated record
                 raise
 
         def trim_partly(self, needed: int | None = None) -> int:

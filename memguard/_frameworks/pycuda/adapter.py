@@ -163,7 +163,7 @@ class PyCUDA(Framework):
                     pool.free_held(needed=None if needed is None or nested else missing)
                 elif needed is not None and _idle_bytes(pool):
                     pool.wanted, self._some_wanted = max(pool.wanted, missing), True
-                    pool.close()  # otherwise a `hit` would skip the check
+                    pool.close()  # an open pool serves a `hit` without the check
 
     def _free_wanted(self, drv: Any) -> None:
         """Free the bytes that other threads wanted from this thread's pools. Callers hold the lock."""
@@ -207,7 +207,7 @@ class PyCUDA(Framework):
         with self._lock:
             self._events = []
             for pool in self._all():
-                pool.close()  # a trace needs each allocation, and a hit is not recorded
+                pool.close()  # a trace needs each allocation, and a `hit` records none
 
         def stop() -> list[TraceEvent]:
             events, self._events = self._events or [], None

@@ -43,7 +43,7 @@ class Bin:
 
     def record_allocation(self, address: int, allocation: Any) -> None:
         """Record the allocation of a block for which the request removed no entry."""
-        with contextlib.suppress(IndexError):  # a concurrent `hit` may remove the last one
+        with contextlib.suppress(IndexError):  # a concurrent `hit` may remove the last block
             self.idle.pop()
         reference = ref(allocation, self.freed)
         if address in self.held:
@@ -86,7 +86,7 @@ class SetAsideBlocks:
             while len(found.idle) > spared:
                 try:
                     found.idle.pop()
-                except IndexError:  # a concurrent `hit` removed the last one
+                except IndexError:  # a concurrent `hit` removed the last block
                     break
                 # One C call allocates and records the block, so that no interruption can lose it.
                 self._taken.extend(zip((found,), map(self._allocate, (pool,), (found.size,)), strict=False))

@@ -232,7 +232,7 @@ class Pool:
         try:
             try:
                 self.close()
-                set_aside.end()  # left over if a Ctrl-C interrupted the last call
+                set_aside.end()  # nothing to end unless a Ctrl-C interrupted the last call
                 if needed is not None and self._keeps_idle:
                     set_aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
                 self._free_rest(pool, free_held)
@@ -277,7 +277,7 @@ class Pool:
         known = found.held.get(address) if found is not None else None
         if found is None or known is None or known() is not allocation:
             return False
-        if address in found.held:  # otherwise a signal handler has freed the block since
+        if address in found.held:  # false if a signal handler has freed the block
             # Drops the weak reference and its callback: the object's end must not count as a second free.
             found.held[address] = None
             found.freed(None)
@@ -379,7 +379,7 @@ class Pool:
             finally:
                 if type(ours).get_current() is ours:
                     ours.pop()
-        finally:  # again, in case a Ctrl-C interrupted the first: a context on the stack at exit aborts the process
+        finally:  # repeated after a Ctrl-C: a context left on the stack aborts the process at exit
             if type(ours).get_current() is ours:
                 ours.pop()
 
@@ -462,7 +462,7 @@ class Pool:
             known = self._ids.get(address)
             if known is not None:
                 lives = contexts.watch(address, known)
-                if self._ids.get(address) == known:  # otherwise a signal handler has freed it since
+                if self._ids.get(address) == known:  # false if a signal handler has freed the block
                     self._witness, self.memory_exists = address, lives
                     if self.context_id is None:
                         self.context_id = contexts.current_id(self.context)

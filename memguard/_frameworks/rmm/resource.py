@@ -151,13 +151,13 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
         limit.standing.clear()
         for ordinal, uuid in capped.items():
             if ordinal not in _limits or _limits[ordinal][1] is not adaptors[uuid]:
-                continue  # never limited, or restored by an interrupted call before
+                continue  # memguard never limited it, or an interrupted call restored it
             now = rmm.mr.get_per_device_resource(ordinal)
             if now is adaptors[uuid]:
                 rmm.mr.set_per_device_resource(ordinal, before[ordinal])
             elif now is not before[ordinal] and f"cuda:{ordinal}" not in stays:
                 stays.append(f"cuda:{ordinal}")
-            _limits.pop(ordinal, None)  # last, so that a second call repeats a device after an interruption
+            _limits.pop(ordinal, None)  # last, so that after an interruption a second call repeats this device
         if stays:
             why = f"RMM's resource was wrapped again after memguard.init, so its limit stays on {' and '.join(stays)}"
             stays.clear()

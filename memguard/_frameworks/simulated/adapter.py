@@ -187,7 +187,7 @@ class SimulatedFramework(Framework):
         self._recording: list[TraceEvent] | None = None
         self._recorded: set[int] = set()  # arrays whose allocation was recorded; only their frees are recorded
         self._lock, self._importing = host.lock, threading.RLock()
-        self._allocating = 0  # the thread with an allocation in progress, else 0
+        self._allocating = 0  # the id of the thread with an allocation in progress; 0 if none
 
     def state(self) -> State:
         if self._pools:
@@ -281,7 +281,7 @@ class SimulatedFramework(Framework):
 
     def trim(self, device: Device) -> None:
         with self._lock:
-            if device.uuid in self._pools and not self._allocating:  # otherwise called inside an allocation
+            if device.uuid in self._pools and not self._allocating:  # within an allocation the pool must not change
                 self._pools[device.uuid].trim()
 
     def trim_partly(self, device: Device, needed: int) -> None:

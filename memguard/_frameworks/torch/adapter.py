@@ -90,7 +90,7 @@ class Torch(resource.RmmClient):
         return None
 
     def _live(self, module: ModuleType) -> bool:
-        query = getattr(getattr(module, "cuda", None), "is_initialized", None)  # absent during torch's import
+        query = getattr(getattr(module, "cuda", None), "is_initialized", None)  # missing during torch's import
         return query is not None and bool(query())
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
@@ -281,7 +281,7 @@ class Torch(resource.RmmClient):
         return {"allocator": "expandable_segments" if backend == "native" and settings.expandable(torch) else backend}
 
     def forked(self) -> None:
-        self._caps, self._set, self._most = {}, {}, {}  # then calls queued for torch's initialisation set nothing
+        self._caps, self._set, self._most = {}, {}, {}  # so that calls queued for torch's initialisation set nothing
 
     def _torch(self) -> Any:
         return sys.modules["torch"]
@@ -391,7 +391,7 @@ class Torch(resource.RmmClient):
                 self._restore(torch)
                 raise
 
-        def unqueue() -> None:  # else torch keeps the call, which does nothing without caps
+        def unqueue() -> None:  # if torch keeps the queued call, it does nothing without caps
             queue = getattr(torch.cuda, "_queued_calls", None)
             if isinstance(queue, list):
                 queue[:] = [entry for entry in queue if entry[0] is not set_caps]
