@@ -24,7 +24,8 @@ ArraysName: TypeAlias = FrameworkName | Literal["numpy"]
 CacheName: TypeAlias = FrameworkName | Literal["shared pool"]
 """The caches that `trim` can empty. `shared pool` is the driver pool of `strategy: pool`, which frameworks share."""
 CONTEXT = 544 * MIB
-"""The reserve of `reserve: auto` for the CUDA context: 518 MiB plus growth. Counted once: frameworks share it."""
+"""The reserve of `reserve: auto` for the CUDA context: 518 MiB plus growth. Counted once, because frameworks share the
+context."""
 SLACK = 64 * MIB
 """The reserve of `reserve: auto` for the driver's rounding."""
 SECOND_CONTEXT = "second context"
@@ -37,8 +38,8 @@ allocates 2 MiB for several kernels."""
 LIBRARIES: Mapping[str, str] = MappingProxyType(
     {"cublas": "libcublas.so", "cudnn": "libcudnn_", "cusolver": "libcusolver.so", "cufft": "libcufft.so"}
 )
-"""Libraries whose first use allocates GPU memory, each with the prefix of its file name. cuDNN is listed by the parts
-that it loads at first use, because an import already loads `libcudnn.so`."""
+"""Libraries whose first use allocates GPU memory, each with the prefix of the library's file name. For cuDNN the list
+has the libraries that it loads at first use, because an import already loads `libcudnn.so`."""
 KERNELS = "kernels"
 ENTRY_POINTS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     {

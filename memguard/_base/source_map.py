@@ -88,7 +88,7 @@ class Opaque:
 
 
 def of_mapping(mapping: object) -> Document:
-    """A Python mapping as a document without lines. Raises nothing, whatever the mapping holds."""
+    """A Python mapping as a document without positions. Raises nothing for any content."""
     document = Document()
     try:
         document.data = _plain(mapping, (), document)
@@ -177,13 +177,15 @@ class Origin:
         return hash(Origin)
 
     def problem(self, loc: Loc, message: str, fix: str) -> Problem:
-        """A problem with the value at `loc`. If the file omits it, the line is that of the nearest parent key."""
+        """A problem with the value at `loc`. If the file omits the value, the problem has the line of the nearest
+        parent key."""
         marks = self._marks()
         line, column = marks.get(nearest(loc, marks)) or (None, None)
         return Problem(message, fix, line, column, path(loc))
 
     def _marks(self) -> dict[Loc, Mark]:
-        """Marks by path in the validated budget: a mapping's at its key, a value's at the value."""
+        """Line and column by path in the validated budget: for a mapping those of its key, for a value those of the
+        value."""
         if self._text is None or self._reader is None:
             return {}
         document = self._reader(self._text)
@@ -203,14 +205,14 @@ def in_order(unordered: Iterable[Problem]) -> list[Problem]:
 
 
 def nearest(loc: Loc, marks: Mapping[Loc, object]) -> Loc:
-    """The path itself, or its nearest parent that has a mark."""
+    """The path itself, or its nearest parent that has a position."""
     while loc and loc not in marks:
         loc = loc[:-1]
     return loc
 
 
 def path(loc: Loc) -> str:
-    """A path as a message shows it: `frameworks.torch.share`."""
+    """A path as text in messages: `frameworks.torch.share`."""
     text = ""
     for part in loc:
         plain = isinstance(part, str) and re.fullmatch(r"[^\W\d]\w{0,39}", part)

@@ -40,7 +40,7 @@ _WORDS: dict[str, bool | None] = {
 
 
 class Unreadable(Exception):
-    """Parsing cannot continue; holds the problem."""
+    """Raised if parsing cannot continue; holds the problem."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -240,7 +240,7 @@ def _plain(node: Node, path: Loc, document: Document, bad: set[int]) -> object:
 
 
 def _places(root: Node | None, bad: set[int]) -> Places:
-    """The marks of the values that `_plain` puts into the document. An aliased value has its anchor's mark."""
+    """Line and column of each value that `_plain` puts into the document. An aliased value has its anchor's."""
     keys: dict[Loc, Mark | None] = {}
     values: dict[Loc, Mark | None] = {(): (1, 1)}
 

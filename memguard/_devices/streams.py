@@ -46,7 +46,8 @@ class StreamHandle(int):
 
 
 class Mark:
-    """An event after all work given to `stream` so far, on the GPU `ordinal`; without a stream, to the context.
+    """A CUDA event recorded after all work queued so far on `stream` of the GPU `ordinal`; without a stream, on the
+    whole context.
 
     `context` is the context's handle if it is not the GPU's primary one. Raises DeviceError if CUDA refuses.
     """
@@ -68,21 +69,21 @@ class Mark:
         self._succeeded("recording an event", code)
 
     def passed(self) -> bool:
-        """Whether all of the work is done. Never waits, and breaks no CUDA graph capture."""
+        """True if all work before the event is done. Never waits, and breaks no CUDA graph capture."""
         if not self._event:
             return True
         with contexts.capture_safe():
             return self._over()
 
     def before(self, stream: int) -> None:
-        """Make later work of `stream`, on the same GPU, run after the marked work. The host does not wait."""
+        """Make later work of `stream`, on the same GPU, run after the work before the event. The host does not wait."""
         if self._event:
             with contexts.entered(self._primary or self._of):  # handles 0 to 2 name a stream of the current context
                 code = self._cuda.cuStreamWaitEvent(stream, self._event, 0)
             self._succeeded("cuStreamWaitEvent", code)
 
     def wait(self) -> None:
-        """Make the host wait for the work, without the GIL. Breaks no CUDA graph capture."""
+        """Make the host wait for the event, without the GIL. Breaks no CUDA graph capture."""
         if self._event:
             with contexts.capture_safe():
                 event = self._event
@@ -99,7 +100,7 @@ class Mark:
         return bool(code == 0)
 
     def _succeeded(self, call: str, code: int) -> None:
-        """Raise if the call failed. It leaves the event in an unknown state, so destroy the event."""
+        """Raise if the call failed, and destroy the event: a failed call leaves it in an unknown state."""
         if code:
             event, self._event = self._event, 0
             self._cuda.cuEventDestroy_v2(event)

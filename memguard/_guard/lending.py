@@ -69,7 +69,8 @@ class CapState(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """The bytes beyond `unused` that a trim of its cache would release, under its cap or above it."""
+        """The bytes beyond `unused` that a trim of the framework's cache would release, whether held below or above the
+        cap."""
         stays = max(self.least, round_up(max(self.held - self.idle, 0)))
         return max(max(self.cap_and_held) - self.unused - stays, 0)
 
@@ -139,7 +140,8 @@ def _raise_further(
 
 
 def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
-    """The caps that change at a tick, lowered ones first, to fill the headroom of frameworks that cannot request room.
+    """The caps that change at a monitor tick, lowered ones first, to fill the headroom of frameworks that cannot
+    request room.
 
     Headroom comes from free room, and from unused memory of frameworks that can request room. If the free room is
     negative, unused memory is called back first.
@@ -217,16 +219,17 @@ def reclaimable_caches(usages: Mapping[str, Usage | None], requester: str) -> li
 
 
 def pick_donor(found: Iterable[ReclaimableCache], short: int) -> ReclaimableCache | None:
-    """Pick the sibling to trim first if `short` bytes are missing: the largest cache, `sure` ones before others.
+    """Pick the sibling to trim first if `short` bytes are missing: the largest cache whose reclaimable bytes are known
+    (`sure`), else the largest.
 
-    None if all caches together are too small: a request that fails anyway must not cost a sibling its cache.
+    None if all caches together are too small: the request fails anyway, so no sibling should lose its cache.
     """
     ordered = sorted(found, key=lambda one: trim_order(one.idle, one.sure))
     return ordered[0] if ordered and sum(one.most for one in ordered) >= short else None
 
 
 def _live_above_min(state: CapState) -> int:
-    """The bytes held above its min that are not cached."""
+    """The bytes that the framework holds above its min in live arrays."""
     return max(state.held - state.reserved - state.least - state.idle, 0)
 
 

@@ -1,7 +1,6 @@
 """The guard of a suspended process: returns the last reading, and raises Suspended for every call to a GPU.
 
-It refuses by default: a host that raises Suspended replaces the real one, so that a call without a check of its own
-cannot reach a GPU.
+A host that raises Suspended replaces the real one, so that even a call that forgets to check cannot reach a GPU.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class SuspendedGpus:
 
 
 class _RefusingHost:
-    """A host whose methods raise Suspended. Its other attributes, such as the PID, are the real host's."""
+    """A host whose methods raise Suspended. Other attributes, such as the PID, come from the real host."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -71,7 +70,7 @@ class _RefusingHost:
 
 
 def refusing(host: Host) -> Host:
-    """The replacement of a host during a suspension: its methods raise Suspended."""
+    """The host during a suspension: each method raises Suspended."""
     return cast("Host", _RefusingHost(host))
 
 

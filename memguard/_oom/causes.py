@@ -365,7 +365,7 @@ CAUSES = (
         lambda it: it.case.refused_by_cap,
         lambda it: f"{it.shut_out}; {it.place} {it.has} {it.card}{it.end}",
     ),
-    Cause(  # only current figures are known
+    Cause(  # the figures at the refusal are unknown
         "cap",
         lambda it: it.case.fits_unfragmented and it.request is None,
         lambda it: f"{it.cap} now; what was in use when the request failed is not known; {it.place} has {it.card}",

@@ -393,7 +393,7 @@ class Writer:
             return False
         try:
             where = os.readlink(f"/proc/self/fd/{self._opened[-1]}")
-            renamed = os.path.basename(where) != os.path.basename(self.path)  # moved alone, without its parts
+            renamed = os.path.basename(where) != os.path.basename(self.path)  # the user moved only this file
             if renamed or not os.path.samestat(os.lstat(where), about):
                 return False
         except OSError:

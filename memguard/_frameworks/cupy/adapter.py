@@ -121,7 +121,7 @@ class CuPy(Limits, resource.RmmClient):
             return None
         if cupy.cuda.get_allocator() is not self._allocate and self._swapped_for(cupy) is not None:
             with contexts.pushed(ordinal) as there:
-                return Usage(None, None) if there else None  # another allocator does not report its bytes
+                return Usage(None, None) if there else None  # other allocators do not report their bytes
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         total = self._totals_here(ordinal) if here == ordinal else self._totals(ordinal)

@@ -56,7 +56,7 @@ class Limits(Framework):
             if 0 < before < cap:
                 self._add_note(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
-            elif before > cap:  # set before memguard could read the GPU; it must not make an allocation fail
+            elif before > cap:  # the user set it before memguard could read the GPU; do not fail the allocation
                 self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
             self._pool.set_limit(size=cap)
             found = self._pool.get_limit()

@@ -319,7 +319,7 @@ class SimulatedFramework(Framework):
             raise
 
     def _served(self, gpu: Device, nbytes: int, exact: bool) -> int:
-        within = self._allocating == threading.get_ident()  # a signal handler or a finalizer does not request room
+        within = self._allocating == threading.get_ident()  # true in a signal handler or finalizer
         for left in reversed(range(_MOST_ROOM_REQUESTS + 1 if self.requests_room and not within else 1)):
             try:
                 return self._allocate(gpu, nbytes, exact)

@@ -49,8 +49,8 @@ class TensorFlow(Framework):
         self._growth = True
         self._limits: dict[str, int] = {}  # the effective limit: the cap, or the user's own stricter limit
         self._logical: dict[str, int] = {}
-        self._seen: dict[str, range] | None = None  # logical devices' numbers by GPU, of a live TensorFlow without caps
-        self._unmatched = False  # whether a GPU of a live TensorFlow without caps has an unknown UUID
+        self._seen: dict[str, range] | None = None  # logical devices' indices by GPU, without caps
+        self._unmatched = False  # whether a GPU in `_seen` has an unknown UUID
         self._gpus: dict[Any, str] = {}  # UUIDs by TensorFlow's device
         self._user_devices: dict[Any, list[Any]] = {}  # the user's later configurations, by TensorFlow's device
         self._spans: dict[str, range] = {}  # indices of the logical devices by GPU, once the user has configured one

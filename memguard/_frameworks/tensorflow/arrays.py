@@ -83,7 +83,7 @@ class TensorFlowArrays(Arrays):
             view = dlpack.read(capsule)
         except (dlpack.BadCapsule, tf.errors.OpError) as error:
             raise self.refusal(str(error).splitlines()[0], "tf.cast it, or tf.identity(x) on a GPU") from error
-        device = None if view.device is None else _ordinal(view.device)  # the capsule has TensorFlow's device number
+        device = None if view.device is None else _ordinal(view.device)  # the capsule has TensorFlow's device index
         if device != view.device:
             view = view._replace(device=device)
         return new_offer(("tensorflow", view, capsule, None, None, None, True))
