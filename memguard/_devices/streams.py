@@ -239,9 +239,8 @@ def capturing(ordinal: int, stream: int) -> bool:
 
 
 def idle(ordinal: int, stream: int, context: int | None = None) -> bool:
-    """Whether all work of the stream is done (`cuStreamQuery`). Never waits.
-
-    Not for a stream that is capturing a CUDA graph: the query would break its capture. `context` as for `Mark`.
+    """True if all work of the stream is done (`cuStreamQuery`). Never waits. Never call it for a stream that is
+    capturing a CUDA graph: the query would break the capture. `context` as for `Mark`.
     """
     cuda, of = contexts.driver(), contexts.primary(ordinal) if context is None else context
     if not of:
@@ -254,9 +253,9 @@ def idle(ordinal: int, stream: int, context: int | None = None) -> bool:
 
 
 def awaits_capture(context: int) -> bool:
-    """Whether, in a context, a stream that the legacy default stream waits for is capturing a CUDA graph.
+    """True if a stream of the context that the legacy default stream waits for is capturing a CUDA graph.
 
-    Work on the legacy stream would break that capture. The query does not (documented:
+    Work on the legacy stream would break that capture. This query does not break it (documented:
     CUDA_ERROR_STREAM_CAPTURE_IMPLICIT).
     """
     with contexts.entered(context):
@@ -272,7 +271,7 @@ def blocking(stream: int) -> bool:
 
 
 def forget(context: int) -> None:
-    """Drop the events of a context that ends: the next context may have its handle."""
+    """Drop the events of a context that ends, because a later context may reuse the handle."""
     _idle.pop(context, None)
 
 

@@ -45,7 +45,7 @@ def survey(report: Callable[[dict[str, Any]], None], without: frozenset[int]) ->
 
 
 def module(root: str = "/") -> str | None:
-    """The kernel module's version; "" if it is loaded without a version, None if it is not loaded."""
+    """The kernel module's version; "" for a loaded module without a version, None if the module is not loaded."""
     with contextlib.suppress(OSError), open(os.path.join(root, "proc/driver/nvidia/version"), encoding="utf-8") as file:
         found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+\.\d+(?:\.\d+)?)", file.read())
         return found[1] if found else ""
@@ -71,7 +71,7 @@ def _read(folder: str, name: str) -> str:
 
 
 def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
-    """Whether each device file can be opened. It opens them: no file shows a container's device rules."""
+    """Tests by opening whether each device file can be opened, because no file shows a container's device rules."""
     found = {}
     for path in sorted(path for pattern in patterns for path in glob.glob(pattern)):
         try:
@@ -155,8 +155,8 @@ def _memory(n: Any, unavailable: tuple[type[Exception], ...], handle: Any) -> di
 
 
 def driver() -> Iterator[dict[str, Any]]:
-    """libcuda's state, with the fields of `memguard._tools.doctor.facts.Cuda`: after each step, as the next may
-    hang."""
+    """libcuda's state, with the fields of `memguard._tools.doctor.facts.Cuda`. Yields it after each step, because the
+    next step may hang."""
     found: dict[str, Any] = {"candidates": candidates(os.environ.get("LD_LIBRARY_PATH", ""), _cache())}
     try:
         cuda = libcuda.load()

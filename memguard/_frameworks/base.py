@@ -73,27 +73,29 @@ class Allocator(ABC):
     @property
     @abstractmethod
     def requests_room(self) -> bool:
-        """Whether it requests room from siblings before it refuses a request. True for memguard's own allocators."""
+        """True if the allocator requests room from siblings before it refuses a request, as memguard's own allocators
+        do."""
 
     @abstractmethod
     def usage(self, device: Device) -> Usage | None:
-        """Its memory on the device; None if it is not live there."""
+        """The allocator's memory on the device; None if the allocator is not live there."""
 
     @abstractmethod
     def trim(self, device: Device) -> None:
         """Release all releasable memory to the driver, on this thread."""
 
     def trim_partly(self, device: Device, needed: int) -> None:
-        """As `trim`, but release only about `needed` bytes if the allocator can; others release all."""
+        """Release about `needed` bytes if the allocator can release a part; otherwise the same as `trim`."""
         self.trim(device)
 
     def reusable(self, usage: Usage) -> int:
-        """The bytes of its cache that certainly serve its own next request, from its usage. 0 if unknown."""
+        """The bytes of its cache that certainly serve the allocator's next request, computed from `usage`. 0 if
+        unknown."""
         return usage.reclaimable or 0
 
     @abstractmethod
     def fixed(self) -> bool:
-        """Whether its applied cap cannot change, in this process's configuration."""
+        """True if an applied cap cannot change in this process's configuration."""
 
 
 class Framework(Allocator):
@@ -115,9 +117,9 @@ class Framework(Allocator):
         self.notes: list[str] = []
         """Notes that the adapter adds after `apply`, as sentences. The guard shows them with its own notes."""
         self.on_warning: Callable[[str], None] | None = None
-        """Called by `_warn` with its sentence, on the thread that caused the warning."""
+        """`_warn` calls this with the warning's sentence, on the thread that caused the warning."""
         self.on_change: Callable[[], None] | None = None
-        """Called after a user's call that may have broken the cap: the guard then calls `drift`."""
+        """Called after a user's call that may have broken the cap, so that the guard calls `drift`."""
         self.on_refusal: Callable[[RefusedRequest], str | None] | None = None
         """Called by `_report_refusal` with each refused request; set by the guard. Returns the id of the record."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
@@ -134,7 +136,7 @@ class Framework(Allocator):
 
     @property
     def requests_room(self) -> bool:
-        """Whether its allocator calls `_request_room` before it refuses a request."""
+        """True if the framework's allocator calls `_request_room` before it refuses a request."""
         return self.spec.requests_room
 
     @property
@@ -193,7 +195,7 @@ class Framework(Allocator):
         return size
 
     def drift(self) -> Sequence[Drift]:
-        """Changes since `apply` that broke the cap; mostly empty."""
+        """Changes by other code since `apply` that broke the cap; usually empty."""
         return []
 
     def unseen(self) -> str | None:
@@ -202,8 +204,8 @@ class Framework(Allocator):
         return "its allocator tells nobody of a refused request" if self.spec.refuses_silently else None
 
     def uncounted(self) -> str | None:
-        """Memory that this framework may take outside its cap and its count, as an explanation of `unaccounted`. None
-        if none is known."""
+        """A sentence about memory that this framework may take outside its cap and its count, to explain `unaccounted`.
+        None if none is known."""
         return None
 
     def _report_refusal(
@@ -250,18 +252,19 @@ class Framework(Allocator):
         return False
 
     def libraries(self) -> frozenset[str]:
-        """Additional library memory outside its cap, by name in `OVERHEADS` (`nccl 1`, `nccl 2`)."""
+        """Names in `OVERHEADS` (`nccl 1`, `nccl 2`) of additional library memory outside the framework's cap."""
         return frozenset()
 
     def communicating(self) -> bool:
-        """Whether other processes may wait for this process's GPU work, as it has live NCCL communicators.
+        """True if this process has live NCCL communicators, so that other processes may wait for its GPU work.
 
         Releasing memory waits for that work, and blocks the framework's allocator.
         """
         return any(name.startswith("nccl ") for name in self.libraries())
 
     def contexts(self, device: Device) -> frozenset[int]:
-        """Handles of the CUDA contexts with its allocations on the device, if they may differ from the primary one."""
+        """Handles of the CUDA contexts in which the framework allocates on the device, if they may differ from the
+        primary context."""
         return frozenset()
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
@@ -308,10 +311,10 @@ class Framework(Allocator):
 def accept_permanent_limits(
     name: str, title: str, pool: str, existing: Mapping[str, tuple[int, int]], caps: Mapping[str, int]
 ) -> Applied:
-    """Accept the existing limits of a live framework whose limits can no longer change.
+    """Keep the existing limits of a live framework whose limits can no longer change.
 
-    Raises CapNotApplied unless an earlier budget of this process set them and they fit these caps. `existing` is cap
-    and limit by device UUID, in bytes.
+    Raises CapNotApplied unless an earlier budget of this process set them and they fit these caps. `existing` has the
+    cap and the limit by device UUID, in bytes.
     """
     if not existing:
         raise CapNotApplied(
@@ -348,7 +351,7 @@ def weak_reference(thing: Any) -> weakref.ref[Any] | None:
 
 
 TRIES = 2
-"""Retries of a request after room was made, as another thread may use the room first."""
+"""Retries of a request after siblings released memory, because another thread may allocate that memory first."""
 
 
 def holds_lock(lock: Any) -> bool:

@@ -22,14 +22,14 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 Harm = Literal["crash", "fail", "hold", "wait"]
-"""Effect of an ungated call: it crashes the process; fails; waits in the driver with the GIL held; waits without the
-GIL."""
+"""Effect of a call without a gate: the process crashes; the call fails; it waits in the driver with the GIL held; it
+waits without the GIL."""
 Touches = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 """Whether a call with these arguments needs a GPU."""
 
 
 class GatedFunction(NamedTuple):
-    """A function: `module:name`, or `module:Class.name`. The last part may be a pattern, such as `cu*`.
+    """A gated function: `module:name`, or `module:Class.name`. The last part may be a pattern, such as `cu*`.
 
     `why` names the driver's function behind it. `optional`: some versions or builds lack it. With `touches`, only calls
     that need a GPU wait, and the gate lets all others pass. `but` are names that the pattern excludes: functions that
@@ -57,8 +57,8 @@ class NativeThread(NamedTuple):
 
     `library`: the beginning of the name of the file that stores the driver's addresses. `polls`: the polled driver
     function. memguard answers it with CUDA_SUCCESS, which must be true for a process without work on its GPUs, and must
-    end no wait. `every`: seconds between two polls. `thread`: a text that the library's file contains if the library
-    has the thread. `live`: whether the framework has begun to use its GPUs.
+    end no wait. `every`: seconds between two polls. `thread`: a text in the library's file that shows that this version
+    starts the thread. `live`: whether the framework has begun to use its GPUs.
     """
 
     library: str
@@ -117,7 +117,7 @@ Objects = Mapping[str, list[Any]]
 
 
 class Question(NamedTuple):
-    """`read` yields lines of text. If it raises, the report names the unreadable fact by `what`."""
+    """`read` yields lines of text. If it raises, the report says that `what` could not be read."""
 
     what: str
     read: Callable[[Modules, Objects], Iterator[str]]
@@ -154,10 +154,11 @@ def count(number: int, noun: str) -> str:
 
 
 class ProbeReport(Protocol):
-    """Sends the probe's findings to the doctor. `_tools.doctor.facts.FrameworkFacts` defines the facts' names."""
+    """Sends the probe's findings to the doctor. `_tools.doctor.facts.FrameworkFacts` defines the names of the
+    fields."""
 
     def put(self, **facts: Any) -> None:
-        """Send facts of the framework."""
+        """Send properties of the framework to the doctor."""
 
     def stage(self, name: str, quiet: bool = False) -> AbstractContextManager[None]:
         """One step of the probe: `import`, `devices` or `compute`. It reports an exception, which ends the probe."""

@@ -14,8 +14,8 @@ ones.
 Before it refuses a request, the adapter requests room from siblings (`_request_room`), without a lock. From CuPy's own
 index of its idle blocks it reads the bytes that a trim would release (`blocks.py`).
 
-Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator`, and direct calls of other
-pools.
+Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, allocations within `using_allocator`, and direct
+allocations by the user from pools other than CuPy's current one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 _MOST_SIZES = 4096
 """The most request sizes whose rounded size is cached."""
 _TRIES = 2
-"""Room requests for one allocation: it may first exceed the cap, and then lack free memory on the GPU."""
+"""The most room requests for one allocation: it may first exceed the cap, and then find too little free memory on the
+GPU."""
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
 
 
@@ -373,13 +374,14 @@ class CuPy(Limits, resource.RmmClient):
         return found
 
     def _record_piece(self, memory: Any) -> None:
-        """Record a small request that changed the pool's total, on this thread's current device."""
+        """Record the driver allocation of a small request that changed the pool's total, on this thread's current
+        device."""
         pieces = self._pieces.get(_device_here())
         if pieces is not None:
             pieces.took(memory.ptr)
 
     def _retry_alone(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
-        """Retry a refused request without help from siblings. None if that fails.
+        """Retry a refused request without trimming siblings. None if the retry fails.
 
         It retries the rounded size if former pools released memory, else the requested size. The requested size takes
         no driver memory if an idle part of a block or a gap of a slab serves it.
@@ -404,7 +406,7 @@ class CuPy(Limits, resource.RmmClient):
         return None
 
     def _retry_with_room(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
-        """Retry a refused request after siblings made room or the cap rose. None if that fails."""
+        """Retry a refused request after siblings released memory or the cap rose. None if the retry fails."""
         if self.capturing():
             return None
         if pool.free_bytes():  # above its limit, CuPy refuses without freeing its idle blocks
@@ -423,8 +425,8 @@ class CuPy(Limits, resource.RmmClient):
         return None
 
     def _install_collector(self, memory: Any) -> None:
-        """Install `GcReplacement`, if this CuPy is known to hold no lock while it collects garbage: it has the index of
-        idle blocks."""
+        """Install `GcReplacement` if this version of CuPy holds no lock while it collects garbage: a version with the
+        index of idle blocks."""
         one = getattr(memory, "SingleDeviceMemoryPool", None)
         if vars(memory).get("gc") is gc and hasattr(one, blocks.INDEX) and self._allocate is not None:
             self._gc_replacement = GcReplacement(self._make_room_first, self._allocate.__code__)
@@ -449,10 +451,8 @@ class CuPy(Limits, resource.RmmClient):
         return shortage is not None and self._request_room(shortage)
 
     def _shortage(self, ordinal: int, pool: Any, size: int, rounded: int, full: bool | None = None) -> Shortage | None:
-        """The shortage behind a refusal; None where reclaim cannot help.
-
-        It cannot help without a cap on this GPU, with a stricter limit of the user, or for a former pool. The pool has
-        already freed its unsplit blocks.
+        """The shortage behind a refusal; None if reclaim cannot help: without a cap on this GPU, with a stricter limit
+        of the user, or for a former pool. The pool has already freed its unsplit blocks.
         """
         uuid = self._uuid(ordinal)
         own, limit = self._limited.get(ordinal, (0, 0))
@@ -465,7 +465,8 @@ class CuPy(Limits, resource.RmmClient):
         return Shortage(self.name, uuid, size, round_up(rounded), full)
 
     def _report_refusal_on(self, error: BaseException, ordinal: int, size: int) -> None:
-        """Report a request that the pool refused. Nothing is reclaimable, as the pool has freed its unsplit blocks."""
+        """Report a request that the pool refused. Its reclaimable bytes are 0, because the pool has freed its unsplit
+        blocks."""
         uuid = self._uuid(ordinal)
         if uuid in self._caps:
             _, limit = self._limited.get(ordinal, (0, 0))

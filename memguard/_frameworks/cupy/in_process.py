@@ -46,8 +46,8 @@ def _work_areas(modules: Modules) -> int | None:
 
 
 def _ranks(modules: Modules) -> int | None:
-    """The number of ranks of `cupyx.distributed`, from its communicators among all objects: it keeps no list of
-    them."""
+    """The number of ranks of `cupyx.distributed`, found by searching all objects for its communicators, because CuPy
+    keeps no list of them."""
     kind = getattr(modules.get(_COMMUNICATORS), "NCCLBackend", None)
     if kind is None:
         return None

@@ -103,7 +103,7 @@ class Limits(Framework):
         self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
 
     def _held_by_former_pools(self, ordinal: int) -> int:
-        """The bytes that former pools hold on the GPU. It also limits those pools to these bytes."""
+        """The bytes that former pools hold on the GPU. Also limits those pools to these bytes."""
         held = 0
         idle = bool(self._former) and not self.capturing()  # freeing memory would break the capture
         for pool, limited in self._former:

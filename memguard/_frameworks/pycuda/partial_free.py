@@ -1,8 +1,8 @@
 """Frees only some idle blocks of PyCUDA's pool: `SetAsideBlocks` protects the others from the pool's `free_held`.
 
-`free_held` frees all idle blocks. To keep some, `SetAsideBlocks` allocates them during the call, and then drops the
-allocations. A request of a bin's size gets an idle block of that bin, so these allocations take no driver memory. `Bin`
-counts the pool's blocks of one size.
+`free_held` frees all idle blocks. To keep some blocks, `SetAsideBlocks` allocates them during the call, and then drops
+the allocations. A request of a bin's size gets an idle block of that bin, so these allocations take no driver memory.
+`Bin` counts the pool's blocks of one size.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SetAsideBlocks:
         return bool(self._taken)
 
     def bytes(self) -> int:
-        """The bytes of these blocks, which PyCUDA counts as active."""
+        """The bytes of the set-aside blocks, which PyCUDA counts as active."""
         return sum([found.size for found, _ in self._taken])
 
     def take(self, pool: Any, bins: Iterable[Bin], small: list[object], pages: DriverPages, needed: int) -> None:
