@@ -44,7 +44,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         return forget
 
     def clear(self) -> None:
-        """Cancel every callback. Also for a forked child, where another thread may have held the lock."""
+        """Cancel every callback. A forked child calls it too: another thread of the parent may have held the lock."""
         self._lock = threading.RLock()
         self._waiting.clear()
         self._leave_when_idle()
@@ -86,7 +86,8 @@ def found_by_others(
     path: Sequence[str] | None,
     target: ModuleType | None,
 ) -> importlib.machinery.ModuleSpec | None:
-    """The other finders' spec, with a loader that calls `imported` once the module's code has run."""
+    """The module spec that the other finders return, with a loader that calls `imported` once the module's code has
+    run."""
     for other in [*sys.meta_path]:
         if other is finder or not hasattr(other, "find_spec"):
             continue
@@ -142,7 +143,7 @@ class _Loader(importlib.abc.Loader):
 
 
 warned = False
-"""Whether this process has printed the warning that its GPUs are simulated."""
+"""True once this process has printed the warning that its GPUs are simulated."""
 
 
 def to_stderr(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The adapters by name. An adapter is imported when a budget names its framework."""
+"""Creates adapters by framework name. An adapter is imported when a budget names its framework."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def client(name: str, host: Host, shared_pool: SharedPool) -> Framework:
 
 
 def cures(names: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Apply the cures in these frameworks' rows for conflicts between their libraries. A cure is permanent in the
-    process.
+    """Apply the fixes in these frameworks' specs (`cures`) for conflicts between their libraries. A fix is permanent in
+    the process.
 
-    Yields for each needed cure its framework, the other framework, and a sentence about the change.
+    Yields for each applied fix the two frameworks, and a sentence about the change.
     """
     for name in names:
         for other, cure in SPECS[name].cures:

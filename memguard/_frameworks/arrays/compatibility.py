@@ -1,4 +1,4 @@
-"""Decides whether one framework can share another's memory in place; if not, gives reason and remedy. Pure.
+"""Decides whether one framework can share another framework's memory in place; if not, returns reason and remedy. Pure.
 
 The rules were measured on an H200 (docs/exchange.md): PyTorch aborts the process on negative strides, TensorFlow on an
 address that is not a multiple of 64. XLA rejects an address that is not a multiple of 16 at the first use of the array.
@@ -14,7 +14,7 @@ from memguard._frameworks.arrays.view import ITEM_SIZES, View, compact
 from memguard._frameworks.specs import SPECS
 
 MOST_DIMENSIONS = 64
-"""NumPy's limit, which applies because NumPy creates the DLPack capsules."""
+"""NumPy's largest number of dimensions, which applies because NumPy creates the DLPack capsules."""
 
 
 class Layout(Enum):

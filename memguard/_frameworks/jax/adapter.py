@@ -38,7 +38,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPEC.allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
 permanent_caps: dict[str, int] = {}
-"""JAX's caps at its start, by device UUID, which stay until the process ends."""
+"""The caps at JAX's start, by device UUID. They stay until the process ends."""
 
 
 class JAX(Framework):
@@ -59,7 +59,7 @@ class JAX(Framework):
         self._positions: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, position of the GPU
 
     def why_absent(self) -> str | None:
-        """Not installed, without a CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
+        """The reason: JAX is not installed, has no CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -224,7 +224,7 @@ class JAX(Framework):
                 )
 
     def _why_uncapped(self, allocator: str) -> str | None:
-        """Why this allocator cannot be used; None if it can."""
+        """The reason why this allocator cannot be used; None if it can."""
         return _ALLOCATORS.why_uncapped(allocator)
 
     def _wrap_config_update(
@@ -312,7 +312,7 @@ class JAX(Framework):
         return [(found, known.get(_ordinal(found), "")) for found in client.local_devices()]
 
     def _numbering(self) -> dict[int, str]:
-        """UUIDs by JAX's device number, which is CUDA's ordinal."""
+        """UUIDs by JAX's device index, which is CUDA's ordinal."""
         if self._by_ordinal is None:
             known = self.host.devices(ordinals=True)
             self._by_ordinal = {d.ordinal: d.uuid for d in known if d.ordinal is not None}
@@ -321,7 +321,7 @@ class JAX(Framework):
         return self._by_ordinal
 
     def _limits(self) -> dict[int, tuple[int, int]]:
-        """By ordinal: the live backend's limit and its cap, in bytes."""
+        """The live backend's limit and the cap in bytes, by ordinal."""
         return {
             _ordinal(found): ((found.memory_stats() or {}).get("bytes_limit", 0), self._caps[uuid])
             for found, uuid in self._local_devices()

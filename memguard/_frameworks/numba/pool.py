@@ -7,9 +7,9 @@ event is recorded. `watch.py` excludes a block from the pool if work on it may r
 cover.
 
 A finalizer, a signal handler, another thread's free or a Ctrl-C may interrupt any call. So only a block's `state` is
-authoritative. Code compares and changes a state with no call in between, where CPython with a GIL runs no other code.
-The queues are hints: a block from a queue is used only if its state allows it, and `idle` also contains blocks that a
-queue has lost.
+authoritative. Code compares and changes a state with no call in between, because CPython with a GIL runs other code
+only at calls. The queues are hints: a block from a queue is used only if its state allows it, and `idle` also contains
+blocks that a queue has lost.
 
 The pools of RMM and CuPy do not fit: RMM's orders reuse by the streams that its callers name, and CuPy's has an arena
 for each stream. Both need callers that know the streams.
@@ -43,8 +43,8 @@ class Block:
 
     In the pool `size` is in whole driver units (`driver_pages.whole`), and a block serves only requests that round up
     to its size: so a reused block wastes nothing of the cap. `pointer` is Numba's own object, None before the
-    allocation; `buffer` is the driver's id of this allocation, if known. `pooled`: it may enter the pool. `exported`:
-    code outside Numba knows its address, and may use it on any stream.
+    allocation; `buffer` is the driver's id of this allocation, if known. `pooled`: the block may enter the pool.
+    `exported`: code outside Numba knows its address, and may use it on any stream.
     """
 
     __slots__ = ("address", "buffer", "exported", "pointer", "pooled", "requested", "size", "state")
@@ -59,7 +59,7 @@ class Block:
 
 
 class BlockOwner(Protocol):
-    """The next owner of a block, which owns and frees the block from the assignment of `_block` on."""
+    """The object that will own a block. From the assignment of `_block` on, it owns and frees the block."""
 
     _block: Block | None
     _freed: bool
@@ -89,7 +89,7 @@ class Pool:
 
     def __init__(self, record: Callable[[], Sequence[Mark] | None]) -> None:
         self.idle: dict[Block, None] = {}
-        """All blocks of the pool."""
+        """All blocks of the pool, in any state."""
         self.unmarked: deque[Block] = deque()
         self._record = record
         self._marked: deque[Batch] = deque()
@@ -155,7 +155,7 @@ class Pool:
             queue, collected = self._ready.get(size), True
 
     def wait(self, size: int, owner: BlockOwner) -> Block | None:
-        """As `take`, but waits for such a block's unfinished work."""
+        """Like `take`, but waits for unfinished work on a block of this size."""
         if self.unmarked:
             self.mark()
         block = self.take(size, owner)

@@ -2,9 +2,9 @@
 
 An event on the legacy default stream covers that stream and the blocking streams, which `cuda.stream()` creates. Any
 other stream (an external one, a per-thread default one, one of cuda.core's) becomes visible when Numba creates a handle
-for it. It ends pooling for good, as earlier arrays may have been used on it too. By CUDA's documentation
-`cuStreamQuery` of the legacy stream reports on that stream alone, so the pool relies on it only while Numba has no
-other stream (`default_alone`).
+for it. Such a stream ends pooling for good, because earlier arrays may have been used on it too. By CUDA's
+documentation `cuStreamQuery` of the legacy stream reports on that stream alone, so the pool relies on it only while
+Numba has no other stream (`default_alone`).
 
 Numba's own kernels and copies read an address without exporting it. Any other reader (the CUDA array interface,
 `device_ctypes_pointer`, an IPC handle, `gpu_data.handle`) exports the block. All readers call the same function of
@@ -31,7 +31,7 @@ _blocking: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Numba's own live blocking streams, by handle."""
 _unmarked: set[object] = set()
 """One entry for each of Numba's own streams, from before its first work until the event at its end is recorded. A
-stream is in both this set and `_blocking` for a time, so that it is never in neither."""
+stream is in both this set and `_blocking` for a time, so that at least one of them always contains it."""
 _MOST_ENDED = 32
 """If more events than this are kept, the completed ones are removed. The bound rises to twice the number of incomplete
 events."""
@@ -115,7 +115,7 @@ def covered(stream: Any) -> bool:
 
 
 def default_alone() -> bool:
-    """Whether only the legacy default stream may have unfinished work, of all streams of Numba."""
+    """True if of all Numba's streams only the legacy default stream may have unfinished work."""
     return not _unmarked and not ended.marks  # in this order: a stream enters `marks` before it leaves `_unmarked`
 
 
@@ -197,7 +197,7 @@ class Addresses:
         self._work = _codes(work)
 
     def exported(self, frame: FrameType | None) -> bool:
-        """Whether the code of this frame reads the address to export it."""
+        """Whether this frame's code reads the address in order to export it."""
         while frame is not None and frame.f_code in self._between:
             frame = frame.f_back
         return frame is None or frame.f_code not in self._work
@@ -210,8 +210,7 @@ def _codes(functions: list[Any]) -> frozenset[CodeType]:
 
 
 def _configured() -> bool:
-    """Whether a kernel was configured with a stream before memguard watched: Numba caches `kernel[blocks, threads,
-    stream]`."""
+    """Whether a kernel was configured with a stream before `watch`: Numba caches `kernel[blocks, threads, stream]`."""
     dispatcher = getattr(sys.modules.get("numba.cuda.dispatcher"), "CUDADispatcher", None)
     made = getattr(getattr(dispatcher, "configure", None), "cache_info", None)
     return made is not None and made().currsize > 0

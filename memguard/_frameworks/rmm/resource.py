@@ -1,10 +1,10 @@
-"""Limits RMM where it is a framework's allocator, by an adaptor around its resource; else it is only watched.
+"""Limits RMM as a framework's allocator, by an adaptor around RMM's memory resource.
 
-`LimitingResourceAdaptor` counts live allocations. Around a resource without a cache (`CudaMemoryResource`) these are
-the held bytes, and the cap holds. A pool may hold more, so around a pool the framework is `watched`. The adaptor counts
-requested bytes; the driver's pages may be more. At its limit RMM raises the built-in MemoryError (measured). RMM has
-one resource per device for all its clients: the first framework's cap limits it, and a second one shares that limit. An
-`RmmClient` is an adapter whose framework may be a client of RMM.
+`LimitingResourceAdaptor` counts live allocations. Around a resource without a cache (`CudaMemoryResource`) the live
+allocations are the held bytes, and the cap holds. A pool may hold more, so around a pool the framework is `watched`.
+The adaptor counts requested bytes; the driver's pages may be more. At its limit RMM raises the built-in MemoryError
+(measured). RMM has one resource per device for all its clients: the first framework's cap limits it, and a second one
+shares that limit. An `RmmClient` is an adapter whose framework may be a client of RMM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memguard.errors import CapNotApplied
 
 _Method = TypeVar("_Method", bound=Callable[..., object])
 _limits: dict[int, tuple[str, Any]] = {}
-"""By ordinal: the framework whose cap limits RMM, and the adaptor."""
+"""For each GPU, by ordinal: the framework whose cap limits RMM, and the adaptor."""
 
 
 class Limit:
@@ -82,7 +82,7 @@ class RmmClient(Framework):
         return self._rmm.drift() if self._rmm is not None else []
 
     def _limit_rmm(self, caps: Mapping[str, int], undo: Undo, ordinals: Mapping[str, int] | None = None) -> Applied:
-        """Limit RMM, which is the framework's allocator. `ordinals` are CUDA's by UUID, if known."""
+        """Limit RMM, which is the framework's allocator. `ordinals` has CUDA's ordinals by UUID, if known."""
         found = _ordinals(self.name, self.host) if ordinals is None else ordinals
         self._rmm, applied = apply(self.name, caps, found, undo)
         return applied
@@ -176,7 +176,8 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
 
 
 def _goes_through(resource: Any, adaptor: Any) -> bool:
-    """Whether the resource's allocations reach the adaptor: it is the adaptor, or wraps it. True without an adaptor."""
+    """True if the resource is the adaptor or wraps it, so that its allocations reach the adaptor. Also True without an
+    adaptor."""
     for _ in range(100):
         if adaptor is None or resource is adaptor:
             return True

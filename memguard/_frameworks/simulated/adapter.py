@@ -105,7 +105,7 @@ class FrameworkOutOfMemory(SimulatedOutOfMemory):
         super().__init__(text, refused.requested, free)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Support pickling, as engines send a worker's exceptions to another process."""
+        """Supports pickling, because parallel engines send a worker's exceptions to another process."""
         return _copied, (self.framework, self.args), vars(self)
 
 
@@ -250,7 +250,7 @@ class SimulatedFramework(Framework):
             self._set()
 
     def usage(self, device: Device) -> Usage | None:
-        """The real framework's figures. `peak` is the peak of `in_use`."""
+        """The figures that the real framework would report. `peak` is the peak of `in_use`."""
         with self._lock:
             pool = self._pools.get(device.uuid)
             if pool is None:
@@ -331,8 +331,8 @@ class SimulatedFramework(Framework):
         raise AssertionError("the last attempt returns or raises")
 
     def _needed(self, gpu: Device, nbytes: int, full: bool) -> int:
-        """The most driver bytes of the request. On a full GPU it adds the framework's start, if the framework is not
-        live there."""
+        """The most driver bytes of the request. On a full GPU it adds the bytes that the framework's start takes, if
+        the framework is not live there."""
         needed = round_up(self.footprint(nbytes))
         if full and gpu.uuid not in self._pools:
             needed += self.model.first_work + (0 if self._gpus.context_active(gpu) else CONTEXT)
@@ -354,7 +354,7 @@ class SimulatedFramework(Framework):
             return array
 
     def free(self, array: int) -> None:
-        """Free an array by its id. ValueError if it is not live."""
+        """Free an array by its id. Raises ValueError if the array is not live."""
         with self._lock:
             if array not in self._blocks:
                 raise ValueError(f"{self.name}: array {array} is not live (freed twice?)")
@@ -377,7 +377,7 @@ class SimulatedFramework(Framework):
         return self._pools[gpu.uuid]
 
     def _too_late(self) -> str | None:
-        """Why a live framework can no longer be capped; None if it can."""
+        """The reason why a live framework can no longer be capped; None if it can."""
         if self.model.fixed and self._pools:
             return "its limit is fixed when it initialises"
         if any(isinstance(pool, NumbaMemory) and not pool.managed for pool in self._pools.values()):
