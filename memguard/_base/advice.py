@@ -13,7 +13,7 @@ from memguard._base.text import visible
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A reason with its remedy. Code that needs one part reads its field; no code parses the text.
+    """A reason with its remedy. Code that needs one part reads that field; no code parses the text.
 
     Each of `alternatives` may replace the fix. A part may have several lines; lines after the first carry their indent.
     """
@@ -65,8 +65,8 @@ class Problem:
 class InvalidValue(ValueError):
     """A malformed value. `advice.fix` names a replacement; it is empty if none can be derived.
 
-    `general`: the fix is only an example of the format. pydantic keeps a validator's exception as `error` in the
-    context of its own error, so the fix survives.
+    `general`: the fix is only an example of the format. pydantic stores a validator's exception as `error` in the
+    context of its own error, so callers can read the fix there.
     """
 
     def __init__(self, reason: str, fix: str = "", general: bool = False) -> None:

@@ -151,7 +151,8 @@ class Block(Generic[T]):
 
 
 class _Place:
-    """The context of a generator's body: inside its block while it runs, outside while it is suspended at a yield."""
+    """Switches the context of a generator's body: inside the block while the body runs, outside while it is suspended
+    at a yield."""
 
     def __init__(self) -> None:
         self._around = self._within = WITHIN.get()

@@ -24,7 +24,8 @@ ArraysName: TypeAlias = FrameworkName | Literal["numpy"]
 CacheName: TypeAlias = FrameworkName | Literal["shared pool"]
 """The caches that `trim` can empty. `shared pool` is the driver pool of `strategy: pool`, which frameworks share."""
 CONTEXT = 544 * MIB
-"""The reserve of `reserve: auto` for the CUDA context: 518 MiB plus growth. Counted once: frameworks share it."""
+"""The reserve of `reserve: auto` for the CUDA context: 518 MiB plus growth. Counted once, because frameworks share the
+context."""
 SLACK = 64 * MIB
 """The reserve of `reserve: auto` for the driver's rounding."""
 SECOND_CONTEXT = "second context"
@@ -37,8 +38,8 @@ allocates 2 MiB for several kernels."""
 LIBRARIES: Mapping[str, str] = MappingProxyType(
     {"cublas": "libcublas.so", "cudnn": "libcudnn_", "cusolver": "libcusolver.so", "cufft": "libcufft.so"}
 )
-"""Libraries whose first use allocates GPU memory, each with the prefix of its file name. cuDNN is listed by the parts
-that it loads at first use, because an import already loads `libcudnn.so`."""
+"""Libraries whose first use allocates GPU memory, each with the prefix of the library's file name. For cuDNN the list
+has the libraries that it loads at first use, because an import already loads `libcudnn.so`."""
 KERNELS = "kernels"
 ENTRY_POINTS: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
     {
@@ -127,9 +128,10 @@ class ErrorPattern(NamedTuple):
 class Allocators(NamedTuple):
     """The environment variable that selects a framework's allocator, and the values under which no cap can be set.
 
-    `uncapped` maps each such value to the reason, as the end of a sentence that begins with the setting. `unlimited`
-    lists the values of `uncapped` under which no limit at all applies. Under the values in `capped`, and under an empty
-    one, a cap holds. `unknown` is the reason for any other value; without it, any other value selects the default
+    `uncapped` maps each value of the variable under which no cap can be set to the reason: the end of a sentence that
+    begins with `VARIABLE=value`. `unlimited` lists the values of `uncapped` under which no limit at all applies.
+    `capped` lists the values under which a cap holds; a cap also holds if the variable is empty. `unknown` is the
+    reason why no cap can be set under any other value. If `unknown` is None, any other value selects the default
     allocator.
     """
 

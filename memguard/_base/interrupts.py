@@ -1,4 +1,4 @@
-"""Defer Python-level signal handlers during a state change, so that a Ctrl-C cannot leave it half made."""
+"""Defer Python-level signal handlers during a state change, so that a Ctrl-C cannot interrupt the change halfway."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
                     recorder = _Recorder(self, number, handler)
                     self._replaced.append(recorder)
                     _install(number, recorder)
-        except BaseException as error:  # raised by a handler not replaced yet, or in a subinterpreter
+        except BaseException as error:  # a handler that is not replaced yet raised it, or this is a subinterpreter
             self._end(sys._getframe(1))
             if not (isinstance(error, ValueError) and "main interpreter" in str(error)):
                 raise
@@ -56,12 +56,13 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
             self._end(sys._getframe(1))
 
     def record(self, number: int) -> None:
-        """Called in place of the handler."""
+        """Python calls this in place of the handler."""
         self._drop_of_the_parent()
         self._recorded.append(number)
 
     def _end(self, frame: FrameType) -> None:
-        """Restore the handlers, last first, and run those whose signals were recorded, with the block's frame."""
+        """Restore the handlers, last first. Then run the handlers whose signals were recorded, with the block's
+        frame."""
         global _current
         try:
             while self._replaced:
@@ -117,7 +118,7 @@ def _install(number: int, handler: Any) -> None:
 
 @functools.cache
 def _libc() -> tuple[Callable[..., int], Callable[[], Any]]:
-    """libc's `sigaction`, and a buffer larger than its struct. Without them `signal.siginterrupt`'s flags are lost."""
+    """libc's `sigaction`, and a buffer larger than its struct. Without libc, `signal.siginterrupt`'s flags are lost."""
     try:
         import ctypes
 

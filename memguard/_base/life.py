@@ -1,13 +1,13 @@
 """memguard's fork and exit hooks: one list of each, run in the order of `HookOrder`.
 
 Only this module calls `os.register_at_fork` and `atexit.register`, except `_memguard_environment`, which runs before
-memguard can be imported. It is in the lowest room because every room has
-hooks to add. Each module adds its hook once it has state to renew or to end.
+memguard can be imported. This module is in the lowest room because every room adds hooks. Each module adds its hook
+once it has state to renew or to end.
 
-`atexit` runs functions last first, frameworks' functions among them. So each addition registers `_exit` again: it runs
-before the exit functions of every framework that is imported by then. The exit function of a framework that is imported
-later runs before memguard's, and shuts down the framework's backend. Functions of `at_main_thread_end` run before all
-`atexit` functions, and also in `multiprocessing` workers, which run none. Other threads may still run then.
+`atexit` runs functions last first, frameworks' functions among them. So each addition registers `_exit` again: `_exit`
+then runs before the exit functions of every framework imported so far. The exit function of a framework that is
+imported later runs before memguard's, and shuts down the framework's backend. Functions of `at_main_thread_end` run
+before all `atexit` functions, and also in `multiprocessing` workers, which run none. Other threads may still run then.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HookOrder(IntEnum):
     """The budget in effect: its guard, monitor, timeline and extensions."""
     METRICS = 7
     ENDPOINTS = 8
-    """The endpoints that publish this process to others and take their requests."""
+    """The endpoints through which other processes read this process's figures and send requests."""
     IDLE_WATCHER = 9
     """The idle watcher."""
     NOTEBOOK = 10
@@ -80,7 +80,7 @@ def at_fork(
 
 
 def at_exit(order: HookOrder, call: Call) -> None:
-    """Run `call` once at exit. A forked child inherits the hook: there `call` must be harmless."""
+    """Run `call` once at exit. A forked child inherits the hook, so `call` must be harmless in it."""
     global _registered
     exits.append(_ExitHook(order, call))
     before, _registered = _registered, _Exit()

@@ -41,7 +41,7 @@ class LockOrder(IntEnum):
     GUARD = 3
     """`CapTable.lock`: cap changes and trims."""
     READER = 4
-    """`LedgerReader`: readings that charge overhead. Never taken within an allocation."""
+    """`LedgerReader`: readings that attribute overhead. Never taken within an allocation."""
     ALLOCATOR = 5
     """The allocator of a framework. It releases its lock before it requests room from the guard."""
     RESERVATIONS = 6
@@ -57,7 +57,7 @@ check_order: Callable[[Any, LockOrder], Any] | None = None
 
 
 def ordered(lock: Any, order: LockOrder) -> Any:
-    """Give the lock its place in the lock order, and return it."""
+    """Set the lock's place in the lock order, and return the lock."""
     return lock if check_order is None else check_order(lock, order)
 
 
@@ -77,11 +77,10 @@ def interrupting() -> bool:
 
 
 class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers only
-    """The lock of a public call, as `with lock:`. Entering it raises MemguardError where it could deadlock.
-
-    It could if this call interrupted another memguard call on this thread: the interrupted call may hold a lock for
-    which this lock's owner waits. Such a call waits a bounded time within the acquisition itself. To test the lock
-    first and then enter an unbounded `with` would let another thread take it in between.
+    """The lock of a public call, as `with lock:`. Entering it raises MemguardError if it could deadlock: this call
+    interrupted another memguard call on this thread, and that call may hold a lock for which this lock's owner waits.
+    Such a call waits a bounded time within the acquisition itself. To test the lock first and then enter an unbounded
+    `with` would let another thread take it in between.
 
     `__exit__` is `RLock.__exit__`, in C: no interruption can come between the end of the block and the release. The
     inherited `acquire` is for callers that give a timeout.
@@ -110,7 +109,8 @@ class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers
             raise
 
     def _in_time(self) -> bool:
-        """Wait, once at a time on each thread: in a storm of signals, nested waits would add up to minutes."""
+        """Wait for the lock, at most one wait at a time on each thread: with many signals, nested waits would add up to
+        minutes."""
         thread = threading.get_ident()
         if thread in _patient:
             return False
@@ -131,8 +131,8 @@ _acquire = RLock.acquire
 
 
 def awaiting(thread: int, wait: Callable[..., T], *given: Any) -> T:
-    """Return `wait(*given)`, which waits for `thread`. During the wait, calls that interrupt that thread's work do not
-    wait for this thread."""
+    """Return `wait(*given)`, which waits for `thread`. During the wait, a call that interrupts the work of `thread`
+    does not wait for this thread."""
     try:
         _awaited.append(thread)
         return wait(*given)
@@ -189,5 +189,5 @@ class LockedRunner:
                 if lock._is_owned():
                     lock.release()
         finally:
-            if lock._is_owned():  # again: a Ctrl-C may have interrupted the release above
+            if lock._is_owned():  # true if a Ctrl-C interrupted the release above
                 lock.release()

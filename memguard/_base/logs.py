@@ -45,7 +45,7 @@ log = Log()
 
 
 def is_heard() -> bool:
-    """Whether the program configured logging: memguard's own handler discards everything."""
+    """True if the program configured logging. memguard's own handler discards everything."""
     logger: logging.Logger | None = logging.getLogger("memguard")
     while logger is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
@@ -77,7 +77,8 @@ def words_of(error: BaseException) -> str:
 
 
 def stays_here(error: BaseException) -> bool:
-    """Whether to drop an exception of the program's code. False for a Ctrl-C or an exit on the main thread."""
+    """Decide whether to suppress an exception of the program's code. False for a Ctrl-C or an exit on the main
+    thread."""
     return isinstance(error, Exception) or threading.get_ident() != threading.main_thread().ident
 
 

@@ -1,7 +1,7 @@
 """A budget document as plain values (mappings, lists, text, whole numbers, true, false, null), and their positions.
 
-`yaml._places` finds the positions, and `problems` looks up that of a wrong value. They are computed when an error needs
-them: a valid budget needs none.
+`yaml._places` computes the positions, and `problems` looks up the position of a wrong value. The positions are computed
+only when an error needs them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Mark = tuple[int, int]
 Loc = tuple[str | int, ...]
 """The path of a value: keys and indexes."""
 Places = tuple[dict[Loc, Mark | None], dict[Loc, Mark | None]]
-"""The marks of the keys, and those of the values, in file order. A mark is None if there is no file."""
+"""Line and column of each key, and of each value, in file order; None if there is no file."""
 
 
 class Document:
@@ -53,12 +53,12 @@ class Document:
 
     @property
     def keys(self) -> dict[Loc, Mark | None]:
-        """The mark of each key."""
+        """Line and column of each key."""
         return self._places[0]
 
     @property
     def values(self) -> dict[Loc, Mark | None]:
-        """The mark of each value."""
+        """Line and column of each value."""
         return self._places[1]
 
     def _without_marks(self) -> Places:
@@ -88,7 +88,7 @@ class Opaque:
 
 
 def of_mapping(mapping: object) -> Document:
-    """A Python mapping as a document without lines. Raises nothing, whatever the mapping holds."""
+    """A Python mapping as a document without positions. Raises nothing for any content."""
     document = Document()
     try:
         document.data = _plain(mapping, (), document)
@@ -177,13 +177,15 @@ class Origin:
         return hash(Origin)
 
     def problem(self, loc: Loc, message: str, fix: str) -> Problem:
-        """A problem with the value at `loc`. If the file omits it, the line is that of the nearest parent key."""
+        """A problem with the value at `loc`. If the file omits the value, the problem has the line of the nearest
+        parent key."""
         marks = self._marks()
         line, column = marks.get(nearest(loc, marks)) or (None, None)
         return Problem(message, fix, line, column, path(loc))
 
     def _marks(self) -> dict[Loc, Mark]:
-        """Marks by path in the validated budget: a mapping's at its key, a value's at the value."""
+        """Line and column by path in the validated budget: for a mapping those of its key, for a value those of the
+        value."""
         if self._text is None or self._reader is None:
             return {}
         document = self._reader(self._text)
@@ -203,14 +205,14 @@ def in_order(unordered: Iterable[Problem]) -> list[Problem]:
 
 
 def nearest(loc: Loc, marks: Mapping[Loc, object]) -> Loc:
-    """The path itself, or its nearest parent that has a mark."""
+    """The path itself, or its nearest parent that has a position."""
     while loc and loc not in marks:
         loc = loc[:-1]
     return loc
 
 
 def path(loc: Loc) -> str:
-    """A path as a message shows it: `frameworks.torch.share`."""
+    """A path as text in messages: `frameworks.torch.share`."""
     text = ""
     for part in loc:
         plain = isinstance(part, str) and re.fullmatch(r"[^\W\d]\w{0,39}", part)

@@ -1,4 +1,4 @@
-"""Make text safe to print: escape control sequences, and replace what the encoding lacks.
+"""Make text safe to print: escape control sequences, and replace characters that the encoding cannot represent.
 
 Names and messages come from drivers, frameworks, files and users. Printing them must neither move the cursor nor raise
 UnicodeEncodeError. `visible` applies to every text. `fitting` and `shown` apply only to text on its way to a stream.
@@ -28,7 +28,7 @@ _SPACES = str.maketrans(dict.fromkeys("\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPAC
 
 
 def visible(text: str, keep: str = "\n\t") -> str:
-    """The text with control and invisible characters escaped as `\\u001b`. Those in `keep` stay."""
+    """The text with control and invisible characters escaped as `\\u001b`. Characters in `keep` stay."""
     if text.isprintable():
         return text
     text = text.translate(_SPACES)
@@ -79,7 +79,7 @@ def _fits(text: str, encoding: str) -> bool:
         text.encode(encoding)
     except UnicodeEncodeError:
         return False
-    except (LookupError, ValueError):  # not a text encoding that Python knows
+    except (LookupError, ValueError):  # Python does not know the encoding
         return text.isascii()
     return True
 

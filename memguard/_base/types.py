@@ -155,9 +155,9 @@ class NoHelp(StrEnum):
     """Why memguard made no room for a request that was then refused. Equal to its name as text."""
 
     CAPTURE = "capture"
-    """This thread was capturing a CUDA graph, which freeing memory would invalidate."""
+    """This thread was capturing a CUDA graph, and freeing memory would invalidate the capture."""
     COMMUNICATORS = "communicators"
-    """A thread of memguard's own made the request while NCCL communicators lived: a free would wait for other ranks."""
+    """A thread of memguard made the request while NCCL communicators existed: a free would wait for other ranks."""
     LOCK_HELD = "lock held"
     """Another thread held memguard's lock for too long."""
     WITHIN_CALL = "within another call"
@@ -176,7 +176,7 @@ class WhyNoHelp(NamedTuple):
 
 
 class Drift(NamedTuple):
-    """A change by other code that breaks a cap, and its effect on the cap ("" where `change` implies it)."""
+    """A change by other code that breaks a cap, and its effect on the cap ("" if `change` implies the effect)."""
 
     change: str
     effect: str = ""
@@ -235,11 +235,11 @@ class Shortage(NamedTuple):
 
 
 class Room(NamedTuple):
-    """The outcome of making room for one request, in bytes.
+    """The result of raising the cap and trimming caches for one request, in bytes.
 
-    `returned` is what each sibling returned, by NVML. `cap` is the requester's cap before and after; None if it did not
-    change. `missing` is the remaining shortage; 0 if the request fits now. `live` is the siblings' live arrays beyond
-    their guaranteed memory (their min): only the program can free them.
+    `returned` has the bytes that each sibling returned, measured by NVML. `cap` is the requester's cap before and
+    after; None if it did not change. `missing` is the remaining shortage; 0 if the request fits now. `live` is the
+    siblings' live arrays beyond their guaranteed memory (their min): only the program can free them.
     """
 
     returned: Mapping[str, int]

@@ -12,8 +12,8 @@ class Undo:
     """Undo steps, run last first. After an interruption the next `run` runs the remaining steps.
 
     Add a step before the change that it undoes: an interruption may come right after the change. So a step must also
-    work before the change was made, after an earlier run of the step, complete or not, and while a later change stands
-    because its step was interrupted. A step that ends is removed.
+    work in three states: the change was not made yet; an earlier run of the step completed or was interrupted; a later
+    change is still in place because that change's step was interrupted. A completed step is removed.
 
     `on_error` is called with the name and the error of each step that raises. By default a failure is logged.
     """
@@ -32,7 +32,7 @@ class Undo:
         self._steps.append(_Step(what, step))
 
     def clear(self) -> None:
-        """Drop the steps: other code undoes the changes."""
+        """Remove all steps without running them, because other code undoes the changes."""
         self._steps.clear()
 
     def run(self) -> None:
@@ -50,7 +50,7 @@ class Undo:
                 if not isinstance(error, Exception):
                     interruption = interruption or error
                     continue
-            if step in self._steps:  # else a signal handler ran the steps during `do`
+            if step in self._steps:  # false if a signal handler ran the steps during `do`
                 self._steps.remove(step)
         if interruption is not None:
             raise interruption

@@ -14,7 +14,7 @@ from memguard._base.advice import InvalidValue
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 GRANULE = 2 * MIB
-"""Caps are whole multiples of this: the page size in which CUDA allocates device memory (measured)."""
+"""The page size in which CUDA allocates device memory (measured). Caps are whole multiples of it."""
 MAX_SIZE = 1 << 50
 """1 PiB: larger than any device; a larger number is a typing mistake."""
 
@@ -124,7 +124,7 @@ def gpu_uuid(raw: bytes) -> str:
 
 
 def _percent_hint(value: object) -> str:
-    """The percentage most likely meant by 50, 0.5 or '50', for a fix."""
+    """The percentage that the user most likely intended by 50, 0.5 or '50', for a fix."""
     if isinstance(value, str) and re.fullmatch(r"\s*\d{1,3}(\.\d{1,6})?\s*", value, re.ASCII):
         value = float(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 100:

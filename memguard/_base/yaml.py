@@ -40,7 +40,7 @@ _WORDS: dict[str, bool | None] = {
 
 
 class Unreadable(Exception):
-    """Parsing cannot continue; holds the problem."""
+    """Raised if parsing cannot continue; holds the problem."""
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem)
@@ -90,7 +90,7 @@ class _Composer(yaml.SafeLoader):
         super().__init__(text)
         self.problems: list[Problem] = []
         self.bad: set[int] = set()
-        self._sizes: dict[int, tuple[int, int]] = {}  # nodes and levels of each node with an anchor, by its id
+        self._sizes: dict[int, tuple[int, int]] = {}  # by id of an anchored node: its number of nodes and of levels
         self._nodes = self._depth = self._deepest = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -240,7 +240,7 @@ def _plain(node: Node, path: Loc, document: Document, bad: set[int]) -> object:
 
 
 def _places(root: Node | None, bad: set[int]) -> Places:
-    """The marks of the values that `_plain` puts into the document. An aliased value has its anchor's mark."""
+    """Line and column of each value that `_plain` puts into the document. An aliased value has its anchor's."""
     keys: dict[Loc, Mark | None] = {}
     values: dict[Loc, Mark | None] = {(): (1, 1)}
 

@@ -76,12 +76,12 @@ def plan(budget: Budget, devices: Sequence[Device], sharing: Sharing | None = No
     """
     whole = _resolved(budget, devices)
     if sharing is None and isinstance(budget.ranks, int):
-        from memguard._budget import ranks  # only budgets with ranks load it
+        from memguard._budget import ranks  # imported only for a budget with ranks
 
         sharing = ranks.declared(budget.ranks, None)
     if sharing is None:
         return whole
-    from memguard._budget.parts import part_of, with_nccl  # only divided budgets load it
+    from memguard._budget.parts import part_of, with_nccl  # imported only for a divided budget
 
     among = {device.uuid: sharing.on(device.ordinal) for device in devices}
     if sharing.nccl:
@@ -452,8 +452,9 @@ def guaranteed_cap(part: DevicePlan, framework: str) -> int:
 
 
 def elastic_advice(refusal: Refusal, part: DevicePlan, room: Room) -> Advice:
-    """The advice for a refusal. If the cap of an elastic framework refused, also its bounds, the room within them, the
-    frameworks whose live arrays occupy memory that it could borrow, and which bounds to change."""
+    """The advice for a refusal. If an elastic framework's cap refused the request, the advice adds the framework's min
+    and max, the room between them, the siblings whose live arrays occupy memory that the framework could borrow, and
+    which min or max to change."""
     framework = refusal.framework
     if framework not in part.elastic or not isinstance(refusal, OverCap):
         return refusal.advice()

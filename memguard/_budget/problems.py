@@ -262,14 +262,14 @@ def _instead_of(
     allowed = fields[level]
 
     def known(word: str) -> str:
-        """The key of this level that a word means; "" if none."""
+        """The key of this level that the user probably intended by `word`; "" if no key is close."""
         normal = suggestions.normal(word)
         if level == "frameworks" and normal in _OTHERS:
             return ""
         if normal in allowed:
             return normal
         near = alias if (alias := _KEYS.get(normal, "")) in allowed else _near(normal, allowed)
-        other = {"min": "max", "max": "min"}.get(near, "")  # `mix` may be either
+        other = {"min": "max", "max": "min"}.get(near, "")  # `mix` is as close to `min` as to `max`
         return other if near in siblings and other and other not in siblings and _near(normal, [other]) else near
 
     if cut := suggestions.decimals(name, siblings):
@@ -291,7 +291,7 @@ def _instead_of(
     if amount and level in SPECS and set(SIZES) & set(siblings) and not known(name):
         return "remove it", (), False
     line, fix = _sized(name, value, level, siblings, known(name)) if amount else ("", "")
-    if fix and line != f"{known(name)}: {_written(value)}":  # otherwise the key is only misspelt
+    if fix and line != f"{known(name)}: {_written(value)}":  # equal if the key is only misspelt
         return fix, (), level == "" or name == "share"
     if near := known(name):
         explains: tuple[Loc, ...] = ((*own, near),) if near not in siblings else ()
@@ -317,7 +317,8 @@ _BOUNDS = {
 
 
 def _bound(name: str, siblings: Mapping[str, Any]) -> str:
-    """The bound of an elastic share that a word means, if the entry has the other bound; "" if none."""
+    """`min` or `max` if `name` is a synonym or misspelling of it, and the entry of the elastic framework has only the
+    other bound; else ""."""
     bound = _BOUNDS.get(suggestions.normal(name), "")
     words = [suggestions.normal(key) for key in siblings if key != name]
     others = {_BOUNDS.get(word) or _near(word, ("min", "max")) or word for word in words}

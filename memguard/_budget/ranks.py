@@ -254,7 +254,7 @@ def _cluster(text: str | None) -> int:
     """The number of tasks in TensorFlow's cluster."""
     if not text:
         return 0
-    import json  # rarely needed
+    import json  # imported here because it is rarely needed
 
     try:
         cluster = json.loads(text).get("cluster", {})

@@ -329,7 +329,7 @@ def _fits(scope: Scope, guaranteed: Guaranteed, rooms: list[int], auto: int) -> 
         fix = f"lower the reserve or raise the limit to {_about(max(wanted, reserve) + reserve)}"
         yield Violation((*loc, "reserve" if "reserve" in own else at), message, fix)
         return
-    if total >= 1:  # the violation of the shares covers this limit too, unless no smallest cap fits
+    if total >= 1:  # shares over 100% are reported already; add only that the sizes do not fit
         if limit - reserve < wanted:
             message = f"this limit of {size_text(limit)} leaves no room for {_sum(limits, elastic)} beside shares"
             yield Violation((*loc, at), message, f"raise the limit to {_about(wanted + keep)}")

@@ -47,7 +47,8 @@ def clear_method_cache(cls: type) -> None:
 
 
 class Region(NamedTuple):
-    """A mapped part of a library. `offset` is its place in the file. `path` ends in ` (deleted)` after a removal."""
+    """A mapping of a part of a library. `offset` is the part's offset in the file. `path` ends in ` (deleted)` after
+    the file's removal."""
 
     start: int
     end: int
@@ -57,7 +58,8 @@ class Region(NamedTuple):
 
 
 def regions(maps: str, name: str) -> list[Region]:
-    """The library's parts that are mapped as readable data, by `/proc/PID/maps`. `name`: the prefix of its file's name.
+    """The library's parts that are mapped as readable data, by `/proc/PID/maps`. `name`: the prefix of the library's
+    file name.
 
     Zero-initialised variables (.bss) are missing: they lie in unnamed memory, which the kernel joins with other
     libraries' heap.
@@ -74,7 +76,7 @@ def regions(maps: str, name: str) -> list[Region]:
 
 
 def pointers_to(found: Iterable[Region], address: int) -> list[int]:
-    """The addresses in writable parts at which `address` is stored. For this process's own mappings only."""
+    """The addresses in writable parts at which `address` is stored. Reads only this process's mappings."""
     pointer, at = struct.pack("P", address), list[int]()
     for region in found:
         if not region.writable:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from memguard._base.source_map import Document, Loc
 
 SMALLEST = 256 * MIB
-"""Bytes. A smaller size is a typing mistake, such as a size without its unit."""
+"""The smallest valid size in bytes. A smaller size is a typing mistake, such as a size without a unit."""
 MOST = 64
 """The largest number of GPUs in one file."""
 ARCHITECTURES = ("kepler", "maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell", "unknown")
@@ -116,7 +116,7 @@ SLICES: Mapping[str, Model] = {
 
 
 def names(*, every: bool = True) -> str:
-    """The accepted names, with every MIG slice (for a help text) or with one as an example (for an error)."""
+    """The accepted names, with every MIG slice (for a help text) or with one slice as an example (for an error)."""
     slices = "; ".join(f"{card}-{', '.join(profiles)}" for card, profiles in _PROFILES.items())
     slices = f"({slices})" if every else "such as h100-1g.10gb"
     return f"{', '.join(CATALOGUE)}; a MIG slice {slices}; a size such as 24GiB; a file of devices such as gpus.yaml"
@@ -147,7 +147,7 @@ def models(name: str) -> tuple[Model, ...]:
 
 
 def model(name: str) -> Model:
-    """The one GPU of this name. Raises as `models`, also for a file with several GPUs."""
+    """The one GPU of this name. Raises the errors of `models`, and DeviceError for a file with several GPUs."""
     found = models(name)
     if len(found) != 1:
         raise _wrong(f"{short(name)} has {len(found)} GPUs, and one is needed", ())
@@ -186,7 +186,8 @@ def _parts(text: str) -> list[str]:
 
 
 def _means(parts: Sequence[str], key: str, card: Model) -> bool:
-    """Whether each part matches a part of the card's name. A size may omit its unit: 80 matches 80gb."""
+    """True if each token in `parts` equals a token of the card's key or name. A size may omit its unit: 80 matches
+    80gb."""
     own = {*_parts(key), *_parts(card.name)}
     number = key.removeprefix("rtx")
     return all(part in own or f"{part}gb" in own or part == number for part in parts)
@@ -205,7 +206,7 @@ def _sized(written: str) -> Model:
 def _wrong(what: str, near: Sequence[str]) -> DeviceError:
     hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
     error = DeviceError(f"{what}{hint}", fix=f"use one of {names(every=False)}")
-    error.exit_code = 2  # exit code for a wrong argument, not for a missing GPU
+    error.exit_code = 2  # the exit code of a wrong argument instead of a missing GPU
     return error
 
 

@@ -72,7 +72,7 @@ class State(IntEnum):
 
 
 IN_PROGRESS = (State.CHECKPOINTING, State.RESTORING)
-"""The states that end by themselves."""
+"""The transient states, which the driver leaves by itself."""
 
 
 class Checkpoint(Protocol):
@@ -95,7 +95,7 @@ class Checkpoint(Protocol):
 
 
 class Driver:
-    """The driver's own calls. DeviceError if libcuda cannot be loaded or initialised here, or is too old."""
+    """Makes the driver's calls. Raises DeviceError if libcuda cannot be loaded or initialised here, or is too old."""
 
     def __init__(self) -> None:
         try:
@@ -127,9 +127,9 @@ class Driver:
 
 
 def pieces(wanted: int, free: int, context: int) -> tuple[int, bool] | None:
-    """Bytes to allocate so that `wanted` are free after `release`, and whether the context stays.
+    """The number of bytes to allocate so that `wanted` bytes are free after `release`, and whether the context stays.
 
-    `free`: the GPU's free bytes with the context of `context` bytes in place. None: too few. Pure.
+    `free`: the GPU's free bytes with the context of `context` bytes in place. Returns None if they are too few. Pure.
     """
     if free >= wanted:
         return round_up(wanted), True
@@ -149,7 +149,7 @@ class _GpuBlocks:
 
 
 class MemoryPlaceholder:
-    """GPU memory that this process holds, by GPU (UUID). For one thread at a time."""
+    """GPU memory that this process allocates to keep it free for a restore, by GPU (UUID). Not thread-safe."""
 
     def __init__(self) -> None:
         self._cuda = libcuda.load()
@@ -157,7 +157,7 @@ class MemoryPlaceholder:
         self._held: dict[str, _GpuBlocks] = {}
 
     def hold(self, wanted: Mapping[str, int]) -> dict[str, int]:
-        """Allocate these bytes on each GPU, on all or none.
+        """Allocate these bytes on every GPU, or on none.
 
         Returns the bytes that `release` will free, including contexts that will not stay. Raises DeviceError if a GPU
         has too little free memory, or is not visible here.
@@ -208,7 +208,7 @@ class MemoryPlaceholder:
             size -= piece
 
     def release(self, *, all_of_it: bool = False) -> None:
-        """Free the blocks, and the contexts that do not stay; with `all_of_it`, every context."""
+        """Free the blocks, and the contexts that do not stay. With `all_of_it`, free every context."""
         for uuid, entry in list(self._held.items()):
             with self._current(entry):
                 while entry.blocks:
@@ -219,7 +219,8 @@ class MemoryPlaceholder:
 
     @contextlib.contextmanager
     def _current(self, entry: _GpuBlocks) -> Iterator[None]:
-        """Make the context current in a block. Each request runs on its own thread, which has no current context."""
+        """Make the context current in a block. Needed because each request runs on its own thread, which has no current
+        context."""
         self._cuda.cuCtxPushCurrent_v2(entry.context)
         try:
             yield

@@ -22,7 +22,7 @@ _INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _IDS_FROM = 13000  # the driver's CUDA version, as cuDriverGetVersion encodes it
 _initialised: libcuda.DriverAPI | None = None
-"""libcuda, once found initialised. CUDA stays initialised, and testing it costs more than most CUDA calls here."""
+"""libcuda, once CUDA is initialised. CUDA stays initialised, and a test costs more than most CUDA calls here."""
 _primaries: dict[int, int] = {}
 _handles: dict[int, int] = {}
 """The driver's handle of a GPU, by ordinal."""
@@ -105,7 +105,7 @@ def current_handle() -> int | None:
 
 
 def visible() -> tuple[VisibleDevice, ...] | None:
-    """The GPUs that CUDA shows this process, by ordinal; None if nothing has initialised CUDA.
+    """The GPUs that this process can use, by CUDA's ordinal; None if nothing has initialised CUDA.
 
     Raises DeviceError if CUDA does not describe one of them.
     """
@@ -139,7 +139,7 @@ def free_memory(ordinal: int) -> int | None:
 def ordinals() -> dict[str, int]:
     """CUDA's ordinal of each visible GPU, by UUID; empty if nothing has initialised CUDA.
 
-    CuPy's `getDeviceProperties` is no source for it: its `uuid` ends at the first zero byte (measured).
+    CuPy's `getDeviceProperties` cannot supply the UUID: its `uuid` ends at the first zero byte (measured).
     """
     return {device.uuid: device.ordinal for device in visible() or ()}
 
@@ -212,7 +212,7 @@ def primary_now(ordinal: int) -> int | None:
 
 
 class entered:  # noqa: N801 (a context manager written by hand for speed: each hand-over enters it several times)
-    """Makes a context, given by its handle, current on this thread for a block. DeviceError if CUDA refuses."""
+    """Makes a context, given by its handle, current on this thread for a block. Raises DeviceError if CUDA refuses."""
 
     __slots__ = ("_context", "_pushed")
 
@@ -283,7 +283,8 @@ def allocation(address: int) -> tuple[int, int] | None:
 
 
 def buffer(address: int) -> int | None:
-    """The unique id of the driver's allocation at an address, never reused. None if there is no allocation."""
+    """The unique id of the driver's allocation at an address. CUDA never reuses an id. None if there is no
+    allocation."""
     cuda, found = loaded(), c_uint64()
     if cuda is None or cuda.cuPointerGetAttribute(found, _BUFFER_ID, address):
         return None
@@ -296,7 +297,7 @@ def watch(address: int, known: int) -> Callable[[], bool]:
     if ask is None:
         return lambda: buffer(address) == known
     found, which, where = c_uint64(), c_int(_BUFFER_ID), c_uint64(address)
-    out = byref(found)  # shared by all threads: another thread's result is as valid, and newer
+    out = byref(found)  # all threads share it: another thread's result is valid too, and newer
     return lambda: ask(out, which, where) == 0 and found.value == known
 
 
@@ -340,7 +341,7 @@ class capture_safe:  # noqa: N801 (a context manager)
     """In this block, this thread's calls that free memory do not break another thread's CUDA graph capture.
 
     `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a torch capture
-    without this block, and does not with it.
+    without this block; within it the capture stays valid.
     """
 
     __slots__ = ("_changed", "_mode")

@@ -25,7 +25,7 @@ _UNREACHABLE = 1  # CUDA_ERROR_INVALID_VALUE
 
 
 def device(to: int, source: int, nbytes: int, ordinal: int) -> None:
-    """Copy between two addresses on one GPU or two (`cuMemcpy`), and wait for it. `ordinal` is one of the GPUs.
+    """Copy between two addresses on one GPU or two (`cuMemcpy`), and wait for the copy. `ordinal` is one of the GPUs.
 
     Measured: a copy between two GPUs creates a context of this process on the other GPU, 518 MiB on an H200.
     """

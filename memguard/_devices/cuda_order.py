@@ -1,4 +1,4 @@
-"""Which GPUs CUDA shows this process, and in which order, read from CUDA itself.
+"""Reads from CUDA which GPUs this process can use, and their order.
 
 Only CUDA knows the exact rules of CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER. This module never runs `cuInit` in this
 process: that takes 215 ms on an H200 and makes CUDA unusable in forked children. While CUDA is not initialised, a short
@@ -20,12 +20,12 @@ _CHILD_TIMEOUT = 60.0
 
 
 def hides_all(visible_devices: str | None) -> bool:
-    """Whether this CUDA_VISIBLE_DEVICES hides every GPU on any machine. Only CUDA can interpret the other values."""
+    """True if this CUDA_VISIBLE_DEVICES excludes every GPU on any machine. Only CUDA can interpret the other values."""
     return visible_devices in ("", "-1", "NoDevFiles")
 
 
 def visible(*, ask_child: bool = True) -> tuple[VisibleDevice, ...] | None:
-    """The GPUs that CUDA shows this process, by ordinal; None if CUDA could not be read.
+    """The GPUs that this process can use, by CUDA's ordinal; None if CUDA could not be read.
 
     The child process runs only if CUDA is not initialised here and `ask_child` allows it.
     """

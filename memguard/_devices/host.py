@@ -1,4 +1,4 @@
-"""The interface through which the rooms above see GPUs: real ones (`real.py`) or simulated ones (`simulated.py`)."""
+"""The interface through which the other rooms access GPUs: real ones (`real.py`) or simulated ones (`simulated.py`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from memguard._base.types import Device, MemoryInfo
 
 
 class Host(Protocol):
-    """A machine with GPUs, as one process sees it. No call creates a context or initialises CUDA in this process.
+    """A machine with GPUs, from the view of one process. No call creates a context or initialises CUDA in this process.
 
     A failed call raises DeviceError and nothing else.
     """
 
     simulated: bool
     spills: bool
-    """Whether the driver may place allocations beyond a GPU's memory in the machine's, as under WSL."""
+    """True if the driver may place allocations that exceed a GPU's memory in host memory, as under WSL."""
 
     @property
     def pid(self) -> int:
@@ -24,7 +24,7 @@ class Host(Protocol):
         ...
 
     def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
-        """The GPUs that CUDA shows this process, in CUDA's order if CUDA could be read, else in NVML's order.
+        """The GPUs that this process can use, in CUDA's order if CUDA could be read, else in NVML's order.
 
         `ordinals` requires CUDA's numbering even if reading it takes a child process.
         """
@@ -52,7 +52,8 @@ class Host(Protocol):
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
         """Each observable library of `ENTRY_POINTS` with the number of polls that found it entered.
 
-        Knows only libraries that `libraries` has found. Without `mark`, the next poll finds the same entries again.
+        Covers only libraries that `libraries` has found. With `mark=False`, the next poll counts the same entries
+        again.
         """
         ...
 

@@ -44,7 +44,8 @@ class CUipcMemHandle(Structure):
 
 
 class CUmemPoolProps(Structure):
-    """`maxSize` came with CUDA 12.2, `usage` with 12.6. Before, these bytes were reserved and had to be 0."""
+    """`maxSize` came with CUDA 12.2, `usage` with 12.6. Before those versions, these bytes were reserved and had to be
+    0."""
 
     _fields_ = (
         ("allocType", c_int),
@@ -236,7 +237,8 @@ def quick(name: str) -> Callable[..., int] | None:
 
 
 def opened(path: str) -> ctypes.CDLL | None:
-    """The library of this file, None unless this process has loaded it. Loads nothing; keeps the library loaded."""
+    """The library of this file; None if this process has not loaded it. Loads nothing, and keeps a loaded library
+    loaded."""
     try:
         return ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 4) | os.RTLD_LAZY)
     except OSError:
@@ -244,7 +246,7 @@ def opened(path: str) -> ctypes.CDLL | None:
 
 
 def exports(*functions: str) -> bool | None:
-    """Whether the libcuda that this process has loaded has these functions; None if it has loaded none."""
+    """True if the libcuda that this process has loaded has these functions; None if no libcuda is loaded."""
     try:
         library = ctypes.CDLL(NAME, mode=getattr(os, "RTLD_NOLOAD", 4))
     except OSError:
@@ -271,14 +273,14 @@ def touch(address: int) -> None:
 
 
 def advise(page: int, size: int, advice: int) -> bool:
-    """Advise the kernel how this process uses memory (`madvise`). Whether the kernel accepted the advice."""
+    """Advise the kernel how this process uses memory (`madvise`). True if the kernel accepts the advice."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (c_void_p, c_size_t, c_int)
     return bool(madvise(page, size, advice) == 0)
 
 
 def load() -> DriverAPI:
-    """libcuda, loaded on demand. OSError if that fails.
+    """libcuda, loaded on demand. Raises OSError if loading fails.
 
     Only for memguard's own processes (the doctor's survey, the child that reads CUDA's order), and for a process that
     attaches another process's memory and so requests CUDA.
@@ -306,7 +308,7 @@ def check(call: str, code: int) -> None:
 
 
 def device_uuid(cuda: DriverAPI, device: int) -> str:
-    """The device's UUID in NVML's form (`GPU-…`). DeviceError if CUDA does not report it."""
+    """The device's UUID in NVML's form (`GPU-…`). Raises DeviceError if CUDA does not report it."""
     raw = (c_ubyte * 16)()
     call = "cuDeviceGetUuid_v2" if hasattr(cuda, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"  # drivers before 470
     check(call, getattr(cuda, call)(raw, device))

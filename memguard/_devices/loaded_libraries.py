@@ -1,4 +1,4 @@
-"""Which CUDA libraries this process has loaded, and has entered since, read from the kernel's page tables.
+"""Reads from the kernel's page tables which CUDA libraries this process has loaded, and which it has entered since.
 
 Loads, initialises and calls nothing.
 """
@@ -69,7 +69,7 @@ class EntryDetector:
         self._found: Counter[str] = Counter()
 
     def libraries(self) -> frozenset[str]:
-        """As the function `libraries`; `entries` observes the libraries found."""
+        """Same result as the function `libraries`. `entries` then observes the libraries found."""
         found = files()
         with self._lock:
             for name, path in sorted((found or frozenset()) - self._files):
@@ -103,7 +103,7 @@ class EntryDetector:
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
         """Each observable library with the number of polls that found it entered.
 
-        Without `mark`, the next poll finds the same entries again.
+        With `mark=False`, the next poll counts the same entries again.
         """
         if not self._pages:
             return frozenset()
@@ -130,7 +130,7 @@ class EntryDetector:
 
 
 def _entry(pagemap: int, page: int) -> int:
-    """The last byte of a page's entry in pagemap. OSError if the kernel has no entry."""
+    """The last byte of a page's entry in pagemap. Raises OSError if the kernel has no entry."""
     data = os.pread(pagemap, 8, page // _PAGE * 8)
     if len(data) != 8:
         raise OSError("the kernel does not describe this page")
@@ -144,7 +144,7 @@ def _shows(pagemap: int, page: int) -> bool:
 
 
 def _unmap(pagemap: int, page: int) -> bool:
-    """Whether the page is unmapped, or can be: another thread may run it again at once."""
+    """True if the page is unmapped, or can be unmapped: another thread may run it again at once."""
     for _ in range(_TRIES):
         entry = _entry(pagemap, page)
         if not entry & _PRESENT:

@@ -1,9 +1,9 @@
-"""The only access to NVML, except for the doctor's survey; it creates no context and does not initialise CUDA.
+"""Reads NVML for all of memguard except the doctor's survey. Creates no context and does not initialise CUDA.
 
 Quirks handled here, each read or measured: NVML must be initialised again after a fork, and after other code in this
-process shut it down; its count includes GPUs that it cannot open; `NVMLLibraryMismatchError` is no `NVMLError`;
-`usedGpuMemory` is None under WSL and some MIG and vGPU set-ups; drivers 535.43 to 535.85 swap fields of the process
-list, so memguard ignores their bytes.
+process shut it down; NVML's device count includes GPUs that it cannot open; `NVMLLibraryMismatchError` is no
+`NVMLError`; `usedGpuMemory` is None under WSL and some MIG and vGPU set-ups; drivers 535.43 to 535.85 swap fields of
+the process list, so memguard ignores their bytes.
 """
 
 from __future__ import annotations
@@ -60,14 +60,15 @@ _WITHIN = Advice(
     "ask again after it",
 )
 _BRIEFLY = 0.2
-"""Seconds to wait for pynvml's lock. Others hold it for microseconds, so its holder is this thread after that."""
+"""Seconds to wait for pynvml's lock. Other threads hold it for microseconds, so after this time this thread itself must
+be the holder."""
 
 
 def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None, tegra: bool = False) -> str:
     """The fix if NVML's library cannot be loaded, judged by the machine's devices and drivers.
 
     `control`: /dev/nvidiactl exists. `module`: the kernel module is loaded. `amd`: the AMD hardware or software found,
-    in words. `tegra`: the machine is a Jetson.
+    as text. `tegra`: the machine is a Jetson.
     """
     if tegra:
         return "this is a Jetson without NVML: install the package nvidia-l4t-nvml (JetPack 6 and later)"
@@ -115,8 +116,8 @@ def no_gpu(error: str, *, control: bool, module: bool, pci: bool) -> bool:
     """Whether NVML's error means that this process has no GPU, judged by the machine's devices and drivers.
 
     `control`, `module`: as for `without_library`; a Jetson counts as `control`, as its GPU needs no NVML. `pci`: an
-    NVIDIA GPU is on the PCI bus. A GPU whose driver is installed but fails is not missing: a program that continued
-    would use it without a cap, or silently not use it.
+    NVIDIA GPU is on the PCI bus. A GPU whose installed driver fails does not count as missing: a program that continued
+    would use the GPU without a cap, or silently run without it.
     """
     if control:
         return False
@@ -211,7 +212,7 @@ _here = _PerThread()
 
 
 def _may_call(n: Any) -> bool:
-    """Whether this thread may call pynvml: not if it interrupted a call that holds pynvml's process-wide lock."""
+    """True if this thread may call pynvml. False if it interrupted a call that holds pynvml's process-wide lock."""
     lock = getattr(n, "libLoadLock", None)
     if not _here.calls or lock is None:
         return True
@@ -333,7 +334,7 @@ class Nvml:
         return self._call("utilisation of", self._utilisation, uuid)
 
     def forget_prepared(self) -> None:
-        """Make the next reading of each GPU go through `_call`."""
+        """Make the next reading of each GPU use `_call` instead of a prepared call."""
         self._ready = {}
 
     def _prepare(self, uuid: str) -> None:
@@ -368,8 +369,8 @@ class Nvml:
         return self._call("MPS processes of", lambda n, uuid: self._mps(n, self._handle(n, uuid)), uuid)
 
     def vgpu(self, uuid: str) -> bool:
-        """Whether the GPU is virtual: this machine is a guest that has a part of a card. A card passed through whole is
-        not virtual."""
+        """True if the GPU is virtual: this machine is a guest with a part of a card. A card that is passed through
+        whole is not virtual."""
         return self._call("virtualization mode of", lambda n, uuid: self._vgpu(n, self._handle(n, uuid)), uuid)
 
     def used_since(self, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
@@ -397,7 +398,7 @@ class Nvml:
         self._restarting = True
         _here.calls += 1
         try:
-            with contextlib.suppress(n.NVMLError):  # the driver is gone: nothing remains to shut down
+            with contextlib.suppress(n.NVMLError):  # the driver was unloaded: nothing remains to shut down
                 n.nvmlShutdown()
         finally:
             _here.calls -= 1
@@ -465,7 +466,7 @@ class Nvml:
 
     @property
     def _doing(self) -> str:
-        """This thread's reading, in words."""
+        """The name of this thread's current reading, for an error's text."""
         return " ".join(filter(None, getattr(self._here, "doing", ())))
 
     @_doing.setter
@@ -560,14 +561,15 @@ class Nvml:
                 self._v2[uuid] = True
                 return self._checked(n, uuid, info.total, info.reserved, info.used, info.free)
             except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
-                if uuid in self._v2:  # v2 worked before: v1's figures would not match the plan
+                if uuid in self._v2:  # v2 worked before, and the plan uses its figures, which v1's do not match
                     raise
                 self._v2[uuid] = False
         info = n.nvmlDeviceGetMemoryInfo(handle)
         return self._checked(n, uuid, info.total, None, info.used, info.free)
 
     def _checked(self, n: Any, uuid: str, total: int, reserved: int | None, used: int, free: int) -> MemoryInfo:
-        """The reading, or DeviceError if it is impossible: a failing driver returns 2⁶⁴-1. All zeros are no reading."""
+        """The reading, or DeviceError if it is impossible: a failing driver returns 2⁶⁴-1. A driver that fails may also
+        return only zeros, which is no valid reading."""
         if not (0 <= used <= total and 0 <= free <= total and 0 <= (reserved or 0) <= total and 0 < total <= MAX_SIZE):
             if not (total or reserved or used or free):
                 raise n.NVMLError(n.NVML_ERROR_NOT_SUPPORTED)
@@ -595,7 +597,7 @@ class Nvml:
             samples = n.nvmlDeviceGetProcessUtilization(self._handle(n, uuid), since)
         except n.NVMLError_Uninitialized:
             raise
-        except (n.NVMLError, n.NVMLLibraryMismatchError, AttributeError):  # raised also if there is no sample
+        except (n.NVMLError, n.NVMLLibraryMismatchError, AttributeError):  # NVML also raises if there is no sample
             return None
         found: dict[int, int] = {}
         for sample in samples:
@@ -672,7 +674,8 @@ def _parts(sample: Any) -> tuple[int, ...]:
 
 
 def _function(n: Any, name: str) -> Callable[..., int] | None:
-    """NVML's function, by nvidia-ml-py's lookup; None without it. NVMLError_FunctionNotFound if NVML lacks it."""
+    """NVML's function, found by nvidia-ml-py's lookup; None if nvidia-ml-py lacks the lookup.
+    NVMLError_FunctionNotFound if NVML lacks it."""
     find = getattr(n, _FIND, None)
     return find(name) if find is not None else None
 
@@ -710,7 +713,7 @@ def _listed(n: Any, handle: Any, room: int = _ROOM) -> Sequence[Any]:
 
 
 def mig_advice(name: str, uuid: str) -> Advice:
-    """Why memguard cannot budget a GPU that MIG has divided."""
+    """The reason why memguard cannot budget a GPU that MIG divides."""
     return Advice(
         f"{name} ({uuid}) has MIG enabled, which this version does not support",
         "choose another GPU with CUDA_VISIBLE_DEVICES, or disable MIG on this one",

@@ -8,15 +8,16 @@ from enum import Enum
 
 class Phase(Enum):
     RUNNING = "running"
-    """On its GPUs."""
+    """The process uses its GPUs."""
     LEAVING = "leaving"
     """The gates close, and the driver moves its GPU memory to the host."""
     OFF = "off"
-    """Off its GPUs, and whole. Also if the driver did not say how the move ended: the gates stay closed."""
+    """All GPU memory is in host memory. Also the phase if the driver did not report how the move ended: the gates stay
+    closed."""
     RETURNING = "returning"
-    """It waits for room, and the driver restores it."""
+    """The process waits for free GPU memory, and the driver restores it."""
     LOST = "lost"
-    """The driver has destroyed what it had on its GPUs. Only the end of the process frees the rest."""
+    """The driver has destroyed the process's GPU state. Only the end of the process frees the rest."""
 
 
 TRANSITIONS: Mapping[tuple[Phase, Phase], str] = {
@@ -32,7 +33,7 @@ TRANSITIONS: Mapping[tuple[Phase, Phase], str] = {
 }
 """Every transition, with its cause. A forked child begins in RUNNING, without CUDA."""
 SETTLED = frozenset({Phase.RUNNING, Phase.OFF, Phase.LOST})
-"""The phases in which a call of memguard ends, whatever interrupts it. The others last as long as the call."""
+"""The phases in which a call of memguard may end, even if interrupted. The other phases last only during a call."""
 
 
 class IllegalTransition(RuntimeError):

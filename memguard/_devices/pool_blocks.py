@@ -1,4 +1,5 @@
-"""Allocate blocks of a driver memory pool for frameworks that do not use streams, under a cap where the pool has none.
+"""Allocate blocks of a driver memory pool for frameworks that do not use streams. Caps a pool that the driver cannot
+cap.
 
 A block is usable on every stream as soon as it is allocated, as after `cuMemAlloc`. Its free follows all work of its
 context, as with `cuMemFree`. memguard allocates and frees on a stream of its own, on which no other stream waits. The
@@ -6,7 +7,7 @@ pool may reuse a block that another framework freed on its own stream; the drive
 that stream's work. So an allocation synchronises the host with memguard's stream, which has no other work. A free is
 queued behind an event of the whole context (`cuCtxRecordEvent`).
 
-The driver cannot cap the device's default pool: there allocators check `PoolCap` before each request. Another thread
+The driver cannot cap the device's default pool, so its allocators check `PoolCap` before each request. Another thread
 may allocate between the check and the allocation. So each request is registered as a claim before the check, and counts
 for the other threads until it is allocated or refused. Requests take a lock only if two of them are so close to the cap
 that one alone fits: then the lock makes them run one after the other.
@@ -79,7 +80,7 @@ class PoolBlocks:
         return sum(self._live.values())
 
     def take(self, size: int) -> PoolBlock | None:
-        """A block of `size` bytes; None if neither the pool nor the GPU has it. DeviceError if CUDA fails."""
+        """A block of `size` bytes; None if the pool and the GPU have too little memory. DeviceError if CUDA fails."""
         cuda, found, held = contexts.driver(), c_uint64(), PoolBlock(self)
         if self._waiting:
             self._settle()
@@ -159,7 +160,7 @@ class PoolBlocks:
 
 
 def forget(context: int) -> None:
-    """Drop the stream of a context that ends: the next context may have its handle."""
+    """Drop the stream of a context that ends, because a later context may reuse the handle."""
     _streams.pop(context, None)
 
 
@@ -176,7 +177,7 @@ class Claim:
         claims[self._key] = size
 
     def end(self) -> None:
-        """Remove the claim: the bytes are allocated by now, or were refused."""
+        """Remove the claim after the bytes are allocated or refused."""
         if self._claims is not None:
             self._claims.pop(self._key, None)
 
@@ -197,7 +198,8 @@ class PoolCap:
         self._locked = LockedRunner()
 
     def take(self, size: int) -> Claim | None:
-        """The right to allocate `size` bytes now; None if they exceed the cap. End the claim after the allocation."""
+        """Claim `size` bytes for an allocation; None if they exceed the cap. The caller ends the claim after the
+        allocation."""
         claim = Claim(self._claims, size)
         # The order matters: an allocation that another thread makes now is in one of the two figures, or in both.
         claimed = sum(self._claims.values())
@@ -211,7 +213,8 @@ class PoolCap:
         return None if found is None else found[0]
 
     def _after_others(self, size: int) -> Claim | None:
-        """Wait for the claims of other threads to end, where only these claims exceed the cap."""
+        """Wait until the claims of other threads end, if the request exceeds the cap only together with these
+        claims."""
         here, until = threading.get_ident(), time.monotonic() + _PATIENCE
         while True:
             claim = Claim(self._claims, size)

@@ -47,11 +47,11 @@ class _Pool:
         return self._pool
 
     def reserved(self) -> int:
-        """Bytes that the pool holds from the driver."""
+        """Bytes that the pool has allocated from the driver."""
         return self._attribute(_RESERVED)
 
     def peak(self) -> int:
-        """The peak of the bytes that the pool held from the driver."""
+        """The peak of `held`."""
         return self._attribute(_RESERVED_PEAK)
 
     def used(self) -> int:
@@ -67,7 +67,7 @@ class _Pool:
         return found
 
     def current(self) -> bool:
-        """Whether it is still the device's current pool, from which `cudaMallocAsync` allocates."""
+        """True while this pool is the device's current pool, from which `cudaMallocAsync` allocates."""
         return self._current() == self._pool
 
     def trim(self, keep: int = 0) -> None:
@@ -131,7 +131,8 @@ class CappedPool(_Pool):
 
 
 class DefaultPool(_Pool):
-    """The device's default pool, made its current one. It has no maximum size; its release threshold is "never"."""
+    """Makes the device's default pool the current one. It has no maximum size, and its release threshold is set to
+    "never"."""
 
     def __init__(self, ordinal: int) -> None:
         super().__init__(ordinal)
@@ -139,7 +140,7 @@ class DefaultPool(_Pool):
         check("cuDeviceGetDefaultMemPool", self._cuda.cuDeviceGetDefaultMemPool(pool, self._device))
         self._pool = pool.value or 0
         self._threshold = self._attribute(_RELEASE_THRESHOLD)
-        """The threshold to restore: other code's latest value."""
+        """The release threshold to restore: the latest value that other code set."""
         try:
             self._set_threshold(_NO_RELEASE)
             if self._before != self._pool:

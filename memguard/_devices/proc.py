@@ -36,7 +36,7 @@ _LONGEST = 60
 """Characters of a command line: its beginning identifies the program."""
 UNLISTED = "processes that are not listed here (another container, the driver)"
 _DRIVER_USES = GIB
-"""Bytes. The driver itself uses some hundred MiB of each GPU: unlisted bytes below this belong to no process."""
+"""Bytes that the driver itself may use on each GPU. Fewer unlisted bytes than this belong to no process."""
 
 
 class Stat(NamedTuple):
@@ -189,7 +189,8 @@ def same_namespace(root: str, pid: int) -> bool | None:
 
 
 def dumpable(root: str, pid: int, user: int | None) -> bool | None:
-    """Whether other processes of the user may inspect it: if not, root owns its /proc files (proc(5))."""
+    """True if other processes of the user may inspect the process. If not, root owns the process's /proc files
+    (proc(5))."""
     try:
         owner = os.stat(path_of(root, pid, "stat")).st_uid
     except OSError:
@@ -210,7 +211,7 @@ def _number(field: str) -> int | None:
 def holders(processes: Mapping[int, int | None], used: int | None) -> tuple[str, ...]:
     """One line for each process, the largest first; `used` are the GPU's used bytes.
 
-    Bytes of no listed process get their own line: NVML omits the processes of other containers.
+    Bytes that belong to no listed process get their own line, because NVML omits the processes of other containers.
     """
     sizes = sorted(processes.items(), key=lambda entry: (-(entry[1] or 0), entry[0]))
     lines = [f"{format_size(size)}  {described(pid)}" for pid, size in sizes]
@@ -219,7 +220,8 @@ def holders(processes: Mapping[int, int | None], used: int | None) -> tuple[str,
 
 
 def unlisted(processes: Mapping[int, int | None], used: int | None) -> int:
-    """Bytes of no listed process; 0 if the driver itself may use them, or NVML gives no bytes by process."""
+    """Bytes that belong to no listed process; 0 if the driver itself may use them, or NVML reports no bytes by
+    process."""
     if used is None or None in processes.values():
         return 0
     rest = used - sum(size or 0 for size in processes.values())
@@ -252,7 +254,7 @@ def user_of(pid: int, root: str = "/") -> int | None:
 
 
 def owner(pid: int) -> str:
-    """The name of the process's user, or the user's ID without a name; empty if there is no such process."""
+    """The name of the process's user, or the user's ID if the user has no name; empty if there is no such process."""
     user = user_of(pid)
     if user is None:
         try:
@@ -276,9 +278,9 @@ def available_memory(root: str = "/") -> int | None:
 
 
 def grantable_memory(root: str = "/") -> int | None:
-    """Bytes that the kernel still commits to processes where it forbids overcommit (`vm.overcommit_memory` is 2).
+    """Bytes that processes can still commit if the kernel forbids overcommit (`vm.overcommit_memory` is 2).
 
-    None where it allows overcommit (0 or 1, as usual), and if unknown.
+    None if the kernel allows overcommit (0 or 1, the usual values), and if unknown.
     """
     if (text(os.path.join(root, "proc/sys/vm/overcommit_memory")) or "").strip() != "2":
         return None
@@ -288,7 +290,7 @@ def grantable_memory(root: str = "/") -> int | None:
 
 
 def parse_meminfo(content: str, field: str = "MemAvailable:") -> int | None:
-    """A field in bytes from the text of /proc/meminfo; None if it is missing or no number."""
+    """A field in bytes from the text of /proc/meminfo; None if the field is missing or not a number."""
     for line in content.splitlines():
         name, *rest = line.split()[:3] or [""]
         if name == field and len(rest) == 2 and rest[0].isascii() and rest[0].isdecimal() and rest[1] == "kB":

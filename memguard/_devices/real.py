@@ -1,4 +1,4 @@
-"""The GPUs of this machine: NVML's figures joined with CUDA's numbering, by UUID and never by index."""
+"""The GPUs of this machine: joins NVML's figures with CUDA's ordinals, by UUID and never by index."""
 
 from __future__ import annotations
 

@@ -32,9 +32,11 @@ _LAZY_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag of cuda.h
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 HANDLE_BYTES = sizeof(CUipcMemHandle)
 PAGE = 2 * MIB
-"""Bytes. The driver's blocks of more than 1 MiB begin and end at a multiple of it; smaller blocks share one."""
+"""Bytes. The driver's page size. Blocks of more than 1 MiB begin and end at a multiple of it; smaller blocks share a
+page."""
 _retained: dict[int, int] = {}
-"""The primary contexts retained here for mapped memory. They are never released, like a framework's."""
+"""The primary contexts retained here for mapped memory. memguard never releases them, as frameworks never release
+theirs."""
 
 
 class NoRoom(DeviceError):
@@ -55,7 +57,7 @@ class Allocation:
         self.ordinal, self.size, self.fd, self._free = ordinal, size, fd, free
 
     def close(self) -> None:
-        """Release the memory. A process that has mapped it keeps it."""
+        """Release the memory. A process that has mapped the memory keeps it."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -77,12 +79,12 @@ class Mapping:
 
 
 def uuid(ordinal: int) -> str | None:
-    """The GPU's UUID in NVML's form; None if CUDA shows no such GPU."""
+    """The GPU's UUID in NVML's form; None if this process cannot use such a GPU."""
     return next((device.uuid for device in contexts.visible() or () if device.ordinal == ordinal), None)
 
 
 def ordinal(uuid: str) -> int | None:
-    """CUDA's ordinal of a GPU in this process; None if CUDA does not show it. Initialises CUDA on demand."""
+    """CUDA's ordinal of a GPU in this process; None if this process cannot use the GPU. Initialises CUDA on demand."""
     _initialise()
     return contexts.ordinals().get(uuid)
 
@@ -148,7 +150,7 @@ def map_block(ordinal: int, handle: bytes, size: int) -> Mapping:
 
 
 def _undone(name: str, call: Callable[..., int], *given: object) -> None:
-    """Release a resource. A failure is only logged, as nothing can repair it."""
+    """Release a resource. A failure is only logged."""
     if code := call(*given):
         _log.debug("CUDA: %s: error %d", name, code)
 

@@ -16,7 +16,8 @@ from memguard._devices.catalog import Model
 from memguard.errors import DeviceError
 
 CONTEXT = 518 * MIB
-"""Bytes of the primary CUDA context, once per process and device. Measured: 518 MiB with PyCUDA on an H200."""
+"""Bytes of the primary CUDA context, allocated once per process and device. Measured: 518 MiB with PyCUDA on an
+H200."""
 PID = (1 << 22) + 1
 """The simulated process: one above the largest PID of Linux, so that no real process has it."""
 
@@ -78,7 +79,7 @@ class SimulatedHost:
         kinds = [kind for name in names for kind in (catalog.models(name) if isinstance(name, str) else (name,))]
         # Re-entrant: a signal handler or a finalizer may interrupt a call.
         self.lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
-        """One lock for the machine and its simulated frameworks: signal handlers would take two locks in any order."""
+        """One lock for the machine and its simulated frameworks: a signal handler could take two locks in any order."""
         self._states: dict[str, _State] = {}
         for index, kind in enumerate(kinds):
             uuid = f"GPU-00000000-0000-4000-8000-{index:012x}"
@@ -127,7 +128,7 @@ class SimulatedHost:
         return self._loaded
 
     def load(self, *libraries: str) -> None:
-        """Load libraries into this process, by their names in `LIBRARIES`. `take` charges the memory of their first
+        """Load libraries into this process, by their names in `LIBRARIES`. `take` allocates the memory of their first
         use."""
         with self.lock:
             self._loaded |= frozenset(libraries)
@@ -148,7 +149,7 @@ class SimulatedHost:
         """Does nothing: a simulated host has no resources."""
 
     def take(self, device: Device, nbytes: int) -> None:
-        """Allocate driver memory for this process. SimulatedOutOfMemory if too few bytes are free."""
+        """Allocate driver memory for this process. Raises SimulatedOutOfMemory if too few bytes are free."""
         with self.lock:
             state = self._state(device)
             self._check(state, nbytes)
@@ -156,7 +157,7 @@ class SimulatedHost:
             state.note_peak()
 
     def give(self, device: Device, nbytes: int) -> None:
-        """Free driver memory of this process. ValueError for more than it holds."""
+        """Free driver memory of this process. Raises ValueError for more bytes than it holds."""
         with self.lock:
             state = self._state(device)
             if not 0 <= nbytes <= state.taken:
@@ -164,7 +165,7 @@ class SimulatedHost:
             state.taken -= nbytes
 
     def open_context(self, device: Device, nbytes: int = CONTEXT) -> bool:
-        """Open this process's primary context; False if it is open already, as frameworks share it."""
+        """Open this process's primary context, which frameworks share. False if it is open already."""
         with self.lock:
             state = self._state(device)
             if state.context is not None:

@@ -18,8 +18,8 @@ from memguard._devices.checkpoint import State
 class Fault(NamedTuple):
     """The fault of one call.
 
-    code   it returns `code` and does nothing; a restore that returns 1 or 2 has destroyed the process
-    hang   it does not return in time (HelperHangs); `done`: the operation ends by itself in the target
+    code   the call returns `code` and does nothing; a restore that returns 1 or 2 has destroyed the process
+    hang   the call does not return in time (HelperHangs); `done`: the operation ends by itself in the target
     die    the helper is killed (HelperDied); `done` as for `hang`
     """
 
@@ -47,7 +47,7 @@ class Target:
     importer: bool = False
     destroyed: bool = False
     stuck: dict[str, int] = field(default_factory=dict)
-    """The bytes by GPU that a failed restore had allocated."""
+    """The bytes by GPU that a failed restore allocated before it failed."""
     calls: list[str] = field(default_factory=list)
 
     @property
@@ -70,7 +70,7 @@ class SimulatedCheckpoint:
         self.others: dict[str, int] = dict.fromkeys(cards, 0)
         """Bytes of processes that cannot be suspended."""
         self.held: dict[str, int] = dict.fromkeys(cards, 0)
-        """Bytes of a placeholder."""
+        """Bytes that a memory placeholder holds."""
         self.faults: dict[str, deque[Fault]] = {}
         self._lock = threading.RLock()
 

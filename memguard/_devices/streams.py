@@ -46,7 +46,8 @@ class StreamHandle(int):
 
 
 class Mark:
-    """An event after all work given to `stream` so far, on the GPU `ordinal`; without a stream, to the context.
+    """A CUDA event recorded after all work queued so far on `stream` of the GPU `ordinal`; without a stream, on the
+    whole context.
 
     `context` is the context's handle if it is not the GPU's primary one. Raises DeviceError if CUDA refuses.
     """
@@ -68,21 +69,21 @@ class Mark:
         self._succeeded("recording an event", code)
 
     def passed(self) -> bool:
-        """Whether all of the work is done. Never waits, and breaks no CUDA graph capture."""
+        """True if all work before the event is done. Never waits, and breaks no CUDA graph capture."""
         if not self._event:
             return True
         with contexts.capture_safe():
             return self._over()
 
     def before(self, stream: int) -> None:
-        """Make later work of `stream`, on the same GPU, run after the marked work. The host does not wait."""
+        """Make later work of `stream`, on the same GPU, run after the work before the event. The host does not wait."""
         if self._event:
             with contexts.entered(self._primary or self._of):  # handles 0 to 2 name a stream of the current context
                 code = self._cuda.cuStreamWaitEvent(stream, self._event, 0)
             self._succeeded("cuStreamWaitEvent", code)
 
     def wait(self) -> None:
-        """Make the host wait for the work, without the GIL. Breaks no CUDA graph capture."""
+        """Make the host wait for the event, without the GIL. Breaks no CUDA graph capture."""
         if self._event:
             with contexts.capture_safe():
                 event = self._event
@@ -99,7 +100,7 @@ class Mark:
         return bool(code == 0)
 
     def _succeeded(self, call: str, code: int) -> None:
-        """Raise if the call failed. It leaves the event in an unknown state, so destroy the event."""
+        """Raise if the call failed, and destroy the event: a failed call leaves it in an unknown state."""
         if code:
             event, self._event = self._event, 0
             self._cuda.cuEventDestroy_v2(event)
@@ -238,9 +239,8 @@ def capturing(ordinal: int, stream: int) -> bool:
 
 
 def idle(ordinal: int, stream: int, context: int | None = None) -> bool:
-    """Whether all work of the stream is done (`cuStreamQuery`). Never waits.
-
-    Not for a stream that is capturing a CUDA graph: the query would break its capture. `context` as for `Mark`.
+    """True if all work of the stream is done (`cuStreamQuery`). Never waits. Never call it for a stream that is
+    capturing a CUDA graph: the query would break the capture. `context` as for `Mark`.
     """
     cuda, of = contexts.driver(), contexts.primary(ordinal) if context is None else context
     if not of:
@@ -253,9 +253,9 @@ def idle(ordinal: int, stream: int, context: int | None = None) -> bool:
 
 
 def awaits_capture(context: int) -> bool:
-    """Whether, in a context, a stream that the legacy default stream waits for is capturing a CUDA graph.
+    """True if a stream of the context that the legacy default stream waits for is capturing a CUDA graph.
 
-    Work on the legacy stream would break that capture. The query does not (documented:
+    Work on the legacy stream would break that capture. This query does not break it (documented:
     CUDA_ERROR_STREAM_CAPTURE_IMPLICIT).
     """
     with contexts.entered(context):
@@ -271,7 +271,7 @@ def blocking(stream: int) -> bool:
 
 
 def forget(context: int) -> None:
-    """Drop the events of a context that ends: the next context may have its handle."""
+    """Drop the events of a context that ends, because a later context may reuse the handle."""
     _idle.pop(context, None)
 
 

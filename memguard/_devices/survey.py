@@ -45,7 +45,7 @@ def survey(report: Callable[[dict[str, Any]], None], without: frozenset[int]) ->
 
 
 def module(root: str = "/") -> str | None:
-    """The kernel module's version; "" if it is loaded without a version, None if it is not loaded."""
+    """The kernel module's version; "" for a loaded module without a version, None if the module is not loaded."""
     with contextlib.suppress(OSError), open(os.path.join(root, "proc/driver/nvidia/version"), encoding="utf-8") as file:
         found = re.search(r"Kernel Module\s+(?:for \S+\s+)?(\d+\.\d+(?:\.\d+)?)", file.read())
         return found[1] if found else ""
@@ -71,7 +71,7 @@ def _read(folder: str, name: str) -> str:
 
 
 def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
-    """Whether each device file can be opened. It opens them: no file shows a container's device rules."""
+    """Tests by opening whether each device file can be opened, because no file shows a container's device rules."""
     found = {}
     for path in sorted(path for pattern in patterns for path in glob.glob(pattern)):
         try:
@@ -122,7 +122,7 @@ def _gpu(
         found: dict[str, Any] = {"uuid": n.nvmlDeviceGetUUID(handle)}
     except failures as error:
         return {"error": type(error).__name__}
-    unavailable = (*failures, AttributeError)  # older bindings lack some calls
+    unavailable = (*failures, AttributeError)  # older versions of nvidia-ml-py lack some calls
     with contextlib.suppress(*unavailable):
         found["name"] = n.nvmlDeviceGetName(handle)
     with contextlib.suppress(*unavailable):
@@ -149,14 +149,14 @@ def _gpu(
 def _memory(n: Any, unavailable: tuple[type[Exception], ...], handle: Any) -> dict[str, int]:
     try:
         info = n.nvmlDeviceGetMemoryInfo(handle, version=n.nvmlMemory_v2)
-    except unavailable:  # a driver without v2; `used` then includes the driver's reserve
+    except unavailable:  # the driver lacks v2; v1's `used` includes the driver's reserve
         info = n.nvmlDeviceGetMemoryInfo(handle)
     return {"total": info.total, "used": info.used, "free": info.free}
 
 
 def driver() -> Iterator[dict[str, Any]]:
-    """libcuda's state, with the fields of `memguard._tools.doctor.facts.Cuda`: after each step, as the next may
-    hang."""
+    """libcuda's state, with the fields of `memguard._tools.doctor.facts.Cuda`. Yields it after each step, because the
+    next step may hang."""
     found: dict[str, Any] = {"candidates": candidates(os.environ.get("LD_LIBRARY_PATH", ""), _cache())}
     try:
         cuda = libcuda.load()
@@ -165,7 +165,7 @@ def driver() -> Iterator[dict[str, Any]]:
         return
     found["path"] = mapped("libcuda")
     number = c_int()
-    with contextlib.suppress(AttributeError):  # a library of that name from another vendor
+    with contextlib.suppress(AttributeError):  # another vendor's library of that name lacks the function
         if cuda.cuDriverGetVersion(number) == 0:
             found["version"] = number.value
     found["checkpoint"] = libcuda.exports(*libcuda.CHECKPOINT)

@@ -1,4 +1,4 @@
-"""Whether this process is off its GPUs now: every layer checks it before it calls CUDA or NVML.
+"""The suspension state of this process. Every layer checks it before a call to CUDA or NVML.
 
 While a process is suspended, NVML's calls and CUDA's allocations block, and a synchronize or an event query crashes the
 process (SIGSEGV; driver 580.159, H200). So memguard must call neither CUDA nor NVML then. `_node.suspend` changes this
@@ -32,7 +32,7 @@ class Off:
 
     @property
     def moving(self) -> bool:
-        """Whether it is leaving or returning."""
+        """True while the process is leaving its GPUs or returning to them."""
         return self.phase not in SETTLED
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ now: Off | None = None
 """None in the phase RUNNING: until the first gate closes, and from before the first one opens. `enter` changes it with
 one assignment: readers take no lock."""
 forbidden: dict[str, tuple[int, str, str]] = {}
-"""Work that forbids a suspension, by kind: its PID, the reason, and the fix.
+"""Work that forbids a suspension, by kind: the PID, the reason, and the fix.
 
 The work adds its entry at its beginning and removes it at its end. A forked child does not continue it.
 """
@@ -69,10 +69,10 @@ def phase() -> Phase:
 
 
 def enter(new: Phase, sizes: dict[str, int] | None = None) -> None:
-    """Change the phase. For the thread that has the turn to suspend or resume.
+    """Change the phase. Called only by the thread that holds the suspension lock.
 
-    `sizes`: the bytes that leave each GPU; without them those known before stay. To stay in a phase is legal.
-    Raises IllegalTransition for a change that the table does not have.
+    `sizes`: the bytes that leave each GPU; None keeps the earlier sizes. Entering the current phase again is legal.
+    Raises IllegalTransition for a change that is not in the table.
     """
     global now
     off = now

@@ -2,15 +2,16 @@
 
 Adding a framework takes a folder `memguard/_frameworks/<name>` and a fragment in `changes/`. In the folder:
 
-1. `spec.py` with the framework's row, `SPEC`, which the budget, the plan, the reports and the simulation read. It
-   imports `memguard._base` alone.
-2. `adapter.py` with a subclass of `Framework` whose `spec` is that row.
+1. `spec.py` with the framework's `FrameworkSpec`, `SPEC`, which the budget, the plan, the reports and the simulation
+   read. It imports `memguard._base` alone.
+2. `adapter.py` with a subclass of `Framework` whose `spec` is `SPEC`.
 3. Optional: `arrays.py` for the exchange (`arrays/base.py`), `probe.py` for the doctor, `gates.py` for suspension,
-   `in_process.py` for facts of a running process; `optional_modules.py` has the types of the last three.
+   `in_process.py` for reading the framework's state in a running process; `optional_modules.py` has the types of the
+   last three.
 
-The row makes `tests/contract` test the adapter. Also add its module to the import contract `frameworks` in
-pyproject.toml, and the module to import first to `MODULES` in `memguard/_tools/activation/_memguard_environment.py`:
-both are literals, and a test compares them with the rows.
+`tests/contract` finds the adapter by its `SPEC` and tests it. Also add its module to the import contract `frameworks`
+in pyproject.toml, and the module to import first to `MODULES` in `memguard/_tools/activation/_memguard_environment.py`:
+both are literals, and a test compares them with the specs.
 
 Rules for all methods:
 
@@ -72,50 +73,53 @@ class Allocator(ABC):
     @property
     @abstractmethod
     def requests_room(self) -> bool:
-        """Whether it requests room from siblings before it refuses a request. True for memguard's own allocators."""
+        """True if the allocator requests room from siblings before it refuses a request, as memguard's own allocators
+        do."""
 
     @abstractmethod
     def usage(self, device: Device) -> Usage | None:
-        """Its memory on the device; None if it is not live there."""
+        """The allocator's memory on the device; None if the allocator is not live there."""
 
     @abstractmethod
     def trim(self, device: Device) -> None:
         """Release all releasable memory to the driver, on this thread."""
 
     def trim_partly(self, device: Device, needed: int) -> None:
-        """As `trim`, but release only about `needed` bytes if the allocator can; others release all."""
+        """Release about `needed` bytes if the allocator can release a part; otherwise the same as `trim`."""
         self.trim(device)
 
     def reusable(self, usage: Usage) -> int:
-        """The bytes of its cache that certainly serve its own next request, from its usage. 0 if unknown."""
+        """The bytes of its cache that certainly serve the allocator's next request, computed from `usage`. 0 if
+        unknown."""
         return usage.reclaimable or 0
 
     @abstractmethod
     def fixed(self) -> bool:
-        """Whether its applied cap cannot change, in this process's configuration."""
+        """True if an applied cap cannot change in this process's configuration."""
 
 
 class Framework(Allocator):
     """One framework in this process. Caps are bytes by device UUID, one for each device of the plan.
 
-    It is the allocator that its cap limits, unless it is `pooled`.
+    The framework's cap limits this allocator, unless the framework is `pooled`.
     """
 
     spec: FrameworkSpec
-    """The framework's row."""
+    """memguard's description of the framework: name, measured sizes, error patterns."""
     resizable = True
     """Whether a cap can change at run time. False for TensorFlow and JAX, which never release memory to the driver."""
     pooled = False
-    """Whether it allocates from the shared pool. Its usage then is its live blocks, without a cache."""
+    """True if the framework allocates from the shared pool. Its reported usage then is its live blocks, without a
+    cache."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.notes: list[str] = []
-        """Sentences about facts found after `apply`. The guard shows them with its own notes."""
+        """Notes that the adapter adds after `apply`, as sentences. The guard shows them with its own notes."""
         self.on_warning: Callable[[str], None] | None = None
-        """Called by `_warn` with its sentence, on the thread that caused the warning."""
+        """`_warn` calls this with the warning's sentence, on the thread that caused the warning."""
         self.on_change: Callable[[], None] | None = None
-        """Called after a user's call that may have broken the cap: the guard then calls `drift`."""
+        """Called after a user's call that may have broken the cap, so that the guard calls `drift`."""
         self.on_refusal: Callable[[RefusedRequest], str | None] | None = None
         """Called by `_report_refusal` with each refused request; set by the guard. Returns the id of the record."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
@@ -132,7 +136,7 @@ class Framework(Allocator):
 
     @property
     def requests_room(self) -> bool:
-        """Whether its allocator calls `_request_room` before it refuses a request."""
+        """True if the framework's allocator calls `_request_room` before it refuses a request."""
         return self.spec.requests_room
 
     @property
@@ -172,7 +176,7 @@ class Framework(Allocator):
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         """Apply the caps. Called once the framework is imported, live or not. Adds its undo steps to `undo`.
 
-        `options` are the framework's settings in the budget, by name: the `applied` options of its row.
+        `options` are the framework's settings in the budget, by name: the `applied` options of its spec.
         """
 
     def resize(self, caps: Mapping[str, int]) -> None:
@@ -191,7 +195,7 @@ class Framework(Allocator):
         return size
 
     def drift(self) -> Sequence[Drift]:
-        """Changes since `apply` that broke the cap; mostly empty."""
+        """Changes by other code since `apply` that broke the cap; usually empty."""
         return []
 
     def unseen(self) -> str | None:
@@ -200,8 +204,8 @@ class Framework(Allocator):
         return "its allocator tells nobody of a refused request" if self.spec.refuses_silently else None
 
     def uncounted(self) -> str | None:
-        """Memory that this framework may take outside its cap and its count, as an explanation of `unaccounted`. None
-        if none is known."""
+        """A sentence about memory that this framework may take outside its cap and its count, to explain `unaccounted`.
+        None if none is known."""
         return None
 
     def _report_refusal(
@@ -248,18 +252,19 @@ class Framework(Allocator):
         return False
 
     def libraries(self) -> frozenset[str]:
-        """Additional library memory outside its cap, by name in `OVERHEADS` (`nccl 1`, `nccl 2`)."""
+        """Names in `OVERHEADS` (`nccl 1`, `nccl 2`) of additional library memory outside the framework's cap."""
         return frozenset()
 
     def communicating(self) -> bool:
-        """Whether other processes may wait for this process's GPU work, as it has live NCCL communicators.
+        """True if this process has live NCCL communicators, so that other processes may wait for its GPU work.
 
         Releasing memory waits for that work, and blocks the framework's allocator.
         """
         return any(name.startswith("nccl ") for name in self.libraries())
 
     def contexts(self, device: Device) -> frozenset[int]:
-        """Handles of the CUDA contexts with its allocations on the device, if they may differ from the primary one."""
+        """Handles of the CUDA contexts in which the framework allocates on the device, if they may differ from the
+        primary context."""
         return frozenset()
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
@@ -306,10 +311,10 @@ class Framework(Allocator):
 def accept_permanent_limits(
     name: str, title: str, pool: str, existing: Mapping[str, tuple[int, int]], caps: Mapping[str, int]
 ) -> Applied:
-    """Accept the existing limits of a live framework whose limits can no longer change.
+    """Keep the existing limits of a live framework whose limits can no longer change.
 
-    Raises CapNotApplied unless an earlier budget of this process set them and they fit these caps. `existing` is cap
-    and limit by device UUID, in bytes.
+    Raises CapNotApplied unless an earlier budget of this process set them and they fit these caps. `existing` has the
+    cap and the limit by device UUID, in bytes.
     """
     if not existing:
         raise CapNotApplied(
@@ -318,7 +323,7 @@ def accept_permanent_limits(
             f"call memguard.init() before {title}'s first operation",
         )
     for uuid, (cap, limit) in existing.items():
-        own = limit < cap // MIB * MIB  # the user's own limit, which fits every looser cap
+        own = limit < cap // MIB * MIB  # the user's own limit, which a larger cap does not change
         if caps.get(uuid) != cap and not (own and caps.get(uuid, 0) >= limit):
             raise CapNotApplied(
                 name,
@@ -346,7 +351,7 @@ def weak_reference(thing: Any) -> weakref.ref[Any] | None:
 
 
 TRIES = 2
-"""Retries of a request after room was made, as another thread may use the room first."""
+"""Retries of a request after siblings released memory, because another thread may allocate that memory first."""
 
 
 def holds_lock(lock: Any) -> bool:

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from memguard._base.units import GRANULE, MIB, round_down, round_up
 
 SMALL = MIB
-"""Bytes. The driver packs allocations of up to this size into slabs."""
+"""The driver packs allocations of up to this many bytes into slabs."""
 TINY = MIB // 8
-"""Bytes. For pieces of up to this size, the unused end of a slab is negligible."""
+"""For pieces of up to this many bytes, the unused end of a slab is negligible."""
 UNIT = 512
 PIECE = 32 * MIB
 """Bytes by which the driver's memory pools (`cudaMallocAsync`) grow."""
@@ -44,7 +44,8 @@ def whole_share(size: int, unit: int = UNIT) -> int:
 
 @dataclass
 class _Slab:
-    """One slab: the number of its pieces, of all frameworks, and its bytes that the frameworks' rows count."""
+    """One slab: the number of pieces of all frameworks in it, and the bytes of it that the frameworks' ledger rows
+    count."""
 
     pieces: int = 0
     counted: int = 0
@@ -54,7 +55,7 @@ class _Slab:
 class Slabs:
     """The slabs of one GPU that contain pieces of this process's frameworks. Thread-safe.
 
-    `gaps` is the bytes of slabs that no framework's row counts: unusable ends, and holes of freed pieces. It is
+    `gaps` is the bytes of slabs that no framework's ledger row counts: unusable ends, and holes of freed pieces. It is
     negative if rows overlap: one framework counts a whole slab, and another its pieces in that slab. A slab whose first
     piece was not recorded here belongs to other code, as do its gaps.
     """
@@ -66,7 +67,7 @@ class Slabs:
         self._slabs: dict[int, _Slab] = {}
 
     def add_piece(self, address: int) -> bool:
-        """Record a piece. Returns whether it opened its slab."""
+        """Record a piece. Returns whether the piece opened its slab."""
         with self._lock:
             slab = self._slabs.setdefault(address // GRANULE, _Slab())
             slab.pieces += 1
@@ -77,7 +78,7 @@ class Slabs:
             return False
 
     def count(self, address: int, change: int) -> None:
-        """Add `change` to the slab's bytes that frameworks' rows count."""
+        """Add `change` to the slab's bytes that the frameworks' ledger rows count."""
         with self._lock:
             slab = self._slabs[address // GRANULE]
             slab.counted += change
@@ -101,7 +102,7 @@ class Slabs:
 
 
 slabs: defaultdict[str, Slabs] = defaultdict(Slabs)
-"""By the GPU's UUID. Process-wide, like the driver's slabs, so that recorded pieces outlive a budget."""
+"""The slabs of each GPU by UUID. Process-wide, like the driver's slabs, so that recorded pieces outlive a budget."""
 
 
 @dataclass
@@ -121,7 +122,7 @@ class DriverPages:
     """Counts one framework's allocations on one GPU, by address, in driver pages.
 
     With `whole`, a slab that the framework opened counts whole; in other slabs only its pieces count. Finalizers must
-    not call these methods. If a signal handler interrupts a change with another one, the second is applied after the
+    not call these methods. If a signal handler interrupts a change by another change, the second is applied after the
     first.
     """
 
@@ -129,8 +130,8 @@ class DriverPages:
         self._shared, self._whole = shared, whole
         self._large = self._small = self._expected = 0
         self.queued = 0
-        """The bytes of `apply_add` in `changes`, in whole pages. They count at once, so that a signal handler's request
-        cannot take their room."""
+        """The bytes of `apply_add` in `changes`, in whole pages. `held` includes them at once, so that a signal
+        handler's request cannot take their room."""
         self._slabs: dict[int, _OwnPieces] = {}
         self.changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
         """Queued changes for `apply_changes`: `apply_add` or `apply_remove`, with address and size. A caller that must
@@ -161,7 +162,7 @@ class DriverPages:
         """Whether `held` may stay within the cap after one more allocation. It searches the slabs only near the cap."""
         if self.held() + round_up(size) <= cap:
             return True
-        return size <= SMALL and self.held() + self.growth(size) <= cap  # above SMALL the first check is exact
+        return size <= SMALL and self.held() + self.growth(size) <= cap  # above SMALL the first check alone is exact
 
     def add(self, address: int, size: int) -> None:
         self._queue(self.apply_add, address, size)
@@ -207,7 +208,7 @@ class DriverPages:
             return
         slab = self._slabs.get(address // GRANULE)
         if slab is None:
-            self.changes.popleft()  # otherwise it would be retried for ever
+            self.changes.popleft()  # a kept entry would be retried for ever
             raise KeyError(address)
         self._change(slab, address, -1, -size)
         self._shared.remove_piece(address)
@@ -234,7 +235,7 @@ class DriverPages:
         return self._large + self._small + self.queued + self._expected
 
     def counted(self) -> int:
-        """`held` without the expected bytes."""
+        """`held` without the bytes that `expect` adds."""
         return self._large + self._small + self.queued
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
@@ -294,10 +295,12 @@ def _units(size: int) -> int:
 
 
 def fewest_blocks(sizes: Sequence[int], needed: int) -> list[int] | None:
-    """Positions of blocks with at least `needed` bytes together, without a superfluous one; None if all have fewer.
+    """Indices of blocks that together have at least `needed` bytes, with no superfluous block; None if all together
+    have fewer.
 
-    It minimises the number of blocks rather than the bytes, as each free costs time: it selects the largest blocks, and
-    as the last one the smallest that suffices. The excess over `needed` is less than the smallest selected block.
+    It minimises the number of blocks rather than the bytes, because each free costs time: it selects the largest
+    blocks, then the smallest block that completes the sum. The excess over `needed` is less than the smallest selected
+    block.
     """
     if sum(sizes) < needed:
         return None

@@ -44,7 +44,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         return forget
 
     def clear(self) -> None:
-        """Cancel every callback. Also for a forked child, where another thread may have held the lock."""
+        """Cancel every callback. A forked child calls it too: another thread of the parent may have held the lock."""
         self._lock = threading.RLock()
         self._waiting.clear()
         self._leave_when_idle()
@@ -55,7 +55,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         names: set[str] = vars(self._finding).setdefault("names", set())
         if fullname not in self._waiting or fullname in names:
             return None
-        names.add(fullname)  # another finder may search for it again, or import another module
+        names.add(fullname)  # another finder may search for this module again, or import another one
         try:
             return found_by_others(self, self._imported, fullname, path, target)
         finally:
@@ -86,7 +86,8 @@ def found_by_others(
     path: Sequence[str] | None,
     target: ModuleType | None,
 ) -> importlib.machinery.ModuleSpec | None:
-    """The other finders' spec, with a loader that calls `imported` once the module's code has run."""
+    """The module spec that the other finders return, with a loader that calls `imported` once the module's code has
+    run."""
     for other in [*sys.meta_path]:
         if other is finder or not hasattr(other, "find_spec"):
             continue
@@ -116,7 +117,7 @@ def leave(finder: object) -> None:
         kept = [one for one in before if one is not finder]
         if len(kept) == len(before):
             return
-        if sys.meta_path is now and now == before:  # otherwise another thread changed the list: retry
+        if sys.meta_path is now and now == before:  # false if another thread changed the list: retry
             sys.meta_path = kept
             return
 
@@ -142,7 +143,7 @@ class _Loader(importlib.abc.Loader):
 
 
 warned = False
-"""Whether this process has printed the warning that its GPUs are simulated."""
+"""True once this process has printed the warning that its GPUs are simulated."""
 
 
 def to_stderr(text: str) -> None:
@@ -185,7 +186,7 @@ class RealImports(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._modules or fullname in self._searched:
             return None
-        self._searched.add(fullname)  # another finder may search for it again
+        self._searched.add(fullname)  # another finder may search for the module again
         try:
             return found_by_others(self, self._imported, fullname, path, target)
         finally:

@@ -4,10 +4,11 @@
 crashes the process (SIGSEGV), fails, or waits in the driver until the resume (driver 580.159, H200). A call that waits
 with the GIL held blocks every thread of the process. The `harm` of a function is the effect of its ungated call.
 
-`in_process.py` defines `IN_PROCESS`: facts of the running process. Suspension reads the state that it would destroy,
-the doctor reads replaced allocators, and a retry reads the number of ranks. memguard calls these functions only for
-imported frameworks; they import, initialise and change nothing. A version may store a fact elsewhere, so a function may
-raise; the caller then reports that the fact could not be read.
+`in_process.py` defines `IN_PROCESS`: functions that read the framework's state in the running process. Suspension reads
+the state that it would destroy, the doctor reads replaced allocators, and a retry reads the number of ranks. memguard
+calls these functions only for imported frameworks; they import, initialise and change nothing. Another version of the
+framework may store the state elsewhere, so a function may raise; the caller then reports that the state could not be
+read.
 
 `probe.py` defines `probe(report)`, which the doctor runs in a process of its own (`_tools/doctor/probes/main.py`). The
 examined interpreter may lack memguard: `probe.py` imports only the standard library at run time, and uses the syntax of
@@ -21,14 +22,14 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 Harm = Literal["crash", "fail", "hold", "wait"]
-"""Effect of an ungated call: it crashes the process; fails; waits in the driver with the GIL held; waits without the
-GIL."""
+"""Effect of a call without a gate: the process crashes; the call fails; it waits in the driver with the GIL held; it
+waits without the GIL."""
 Touches = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 """Whether a call with these arguments needs a GPU."""
 
 
 class GatedFunction(NamedTuple):
-    """A function: `module:name`, or `module:Class.name`. The last part may be a pattern, such as `cu*`.
+    """A gated function: `module:name`, or `module:Class.name`. The last part may be a pattern, such as `cu*`.
 
     `why` names the driver's function behind it. `optional`: some versions or builds lack it. With `touches`, only calls
     that need a GPU wait, and the gate lets all others pass. `but` are names that the pattern excludes: functions that
@@ -56,8 +57,8 @@ class NativeThread(NamedTuple):
 
     `library`: the beginning of the name of the file that stores the driver's addresses. `polls`: the polled driver
     function. memguard answers it with CUDA_SUCCESS, which must be true for a process without work on its GPUs, and must
-    end no wait. `every`: seconds between two polls. `thread`: a text that the library's file contains if the library
-    has the thread. `live`: whether the framework has begun to use its GPUs.
+    end no wait. `every`: seconds between two polls. `thread`: a text in the library's file that shows that this version
+    starts the thread. `live`: whether the framework has begun to use its GPUs.
     """
 
     library: str
@@ -116,22 +117,22 @@ Objects = Mapping[str, list[Any]]
 
 
 class Question(NamedTuple):
-    """`read` yields lines of text. If it raises, the report names the unreadable fact by `what`."""
+    """`read` yields lines of text. If it raises, the report says that `what` could not be read."""
 
     what: str
     read: Callable[[Modules, Objects], Iterator[str]]
 
 
 class InProcess(NamedTuple):
-    """Functions that read one framework's facts in the running process.
+    """Functions that read one framework's state in the running process.
 
     `modules`: for the doctor, the modules that show how far the framework is loaded. `held`: types whose live objects
     these functions inspect, as pairs of module and name; Python's collector finds the objects. `shares`: memory that
-    other processes share. `communicators`, `captures`, `profilers`: those that are active. `capturing`: whether this
-    thread captures a CUDA graph. `work_areas`: bytes in use on this thread's current GPU that belong to no array of the
-    program. `free_caches`: free memory that the framework only caches for its next call; it may raise. `ranks`: the
-    library that knows the number of ranks, and that number or None. `swapped`: the name of the allocator that replaced
-    the framework's own, or None.
+    other processes share. `communicators`, `captures`, `profilers`: the active NCCL communicators, CUDA graph captures
+    and profilers. `capturing`: whether this thread captures a CUDA graph. `work_areas`: bytes in use on this thread's
+    current GPU that belong to no array of the program. `free_caches`: free memory that the framework only caches for
+    its next call; it may raise. `ranks`: the library that knows the number of ranks, and that number or None.
+    `swapped`: the name of the allocator that replaced the framework's own, or None.
     """
 
     modules: tuple[str, ...] = ()
@@ -153,10 +154,11 @@ def count(number: int, noun: str) -> str:
 
 
 class ProbeReport(Protocol):
-    """Sends the probe's findings to the doctor. `_tools.doctor.facts.FrameworkFacts` defines the facts' names."""
+    """Sends the probe's findings to the doctor. `_tools.doctor.facts.FrameworkFacts` defines the names of the
+    fields."""
 
     def put(self, **facts: Any) -> None:
-        """Send facts of the framework."""
+        """Send properties of the framework to the doctor."""
 
     def stage(self, name: str, quiet: bool = False) -> AbstractContextManager[None]:
         """One step of the probe: `import`, `devices` or `compute`. It reports an exception, which ends the probe."""

@@ -15,9 +15,9 @@ from memguard._frameworks.shared_pool import SharedPool
 from memguard.errors import CapNotApplied
 
 UNIT = 512
-"""Bytes. The driver rounds the pool's allocations up to this."""
+"""The driver rounds the pool's allocations up to this many bytes."""
 MOST_TIMES = 3
-"""Retries of a request that the pool refused, as another thread may use new room first."""
+"""Retries of a request that the pool refused, because another thread may allocate released memory first."""
 
 
 class _Pooled(Framework):
@@ -32,14 +32,14 @@ class PooledCapped(_Pooled):
     """Base of an adapter with memguard's own allocator. Its live blocks are its held memory."""
 
     def trim_partly(self, device: Device, needed: int) -> None:
-        """Trim the whole pool, as its cache belongs to all frameworks."""
+        """Trim the whole pool, because its cache belongs to all frameworks."""
         self.trim(device)
 
     def resize(self, caps: Mapping[str, int]) -> None:
         raise CapNotApplied(self.name, "the shared pool has a fixed size", "change the budget file and restart")
 
     def footprint(self, size: int) -> int:
-        """The bytes that it takes from the pool, which may have idle memory for them."""
+        """The bytes that the request takes from the pool, which may have idle memory for it."""
         return round_up(size, UNIT)
 
     def unseen(self) -> str | None:
@@ -65,7 +65,7 @@ class PooledWatched(_Pooled):
     """Base of an adapter whose framework allocates from the device's default pool, without a limit."""
 
     def usage(self, device: Device) -> Usage | None:
-        """In-use bytes, as the framework reports them; the cache belongs to the whole pool."""
+        """The in-use bytes that the framework reports; the cache belongs to the whole pool."""
         found = super().usage(device)  # type: ignore[safe-super] # the next class in the order is an adapter
         if found is None:
             return None
@@ -76,7 +76,7 @@ class PooledWatched(_Pooled):
         return []  # a watched framework has no cap
 
     def _watched(self, applied: Applied, note: str, undo: Undo) -> Applied:
-        """Turn applied limits into watched ones, and register the framework's count with the pool."""
+        """Report the framework as watched instead of limited, and register its count of in-use bytes with the pool."""
         devices = {device.uuid: device for device in self.host.devices()}
 
         def counted(uuid: str) -> int:

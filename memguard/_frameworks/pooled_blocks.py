@@ -44,7 +44,8 @@ class PooledBlocks(PooledCapped):
         return 0 if blocks is None else blocks.in_use()
 
     def _from_pool(self, blocks: PoolBlocks, size: int, flush: Callable[[], object]) -> PoolBlock | None:
-        """Allocate a block; None if the pool has no room even after `flush` and after siblings made room."""
+        """Allocate a block; None if the pool has too little memory even after `flush` and after siblings released
+        theirs."""
         held = blocks.take(size)
         for _ in range(MOST_TIMES):
             if held is not None:
@@ -60,7 +61,7 @@ class PooledBlocks(PooledCapped):
         return contexts.uuid_of(contexts.current())
 
     def _no_room_text(self, size: int) -> str:
-        """The last part of a refusal's sentence."""
+        """The end of the sentence that reports a refusal."""
         uuid = self._here()
         held, used = self.shared_pool.figures(uuid) or (0, 0)
         return (

@@ -1,4 +1,4 @@
-"""The adapters by name. An adapter is imported when a budget names its framework."""
+"""Creates adapters by framework name. An adapter is imported when a budget names its framework."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def create(name: str, host: Host) -> Framework:
     """Create the framework's adapter for this host, or its simulated one on simulated GPUs. KeyError if it has no
-    row."""
+    spec."""
     if host.simulated:
         from memguard._devices.simulated import SimulatedHost
         from memguard._frameworks.simulated.adapter import SimulatedFramework
@@ -28,7 +28,7 @@ def create(name: str, host: Host) -> Framework:
 
 
 def client(name: str, host: Host, shared_pool: SharedPool) -> Framework:
-    """Create the framework's adapter for the shared pool, and register it as a client. Its row must support the
+    """Create the framework's adapter for the shared pool, and register it as a client. Its spec must support the
     pool."""
     framework: Framework = specs.load(name, "pooled", SPECS[name].pooled)(host, shared_pool)
     shared_pool.adapters[name] = framework
@@ -36,10 +36,10 @@ def client(name: str, host: Host, shared_pool: SharedPool) -> Framework:
 
 
 def cures(names: Collection[str]) -> Iterator[tuple[str, str, str]]:
-    """Apply the cures in these frameworks' rows for conflicts between their libraries. A cure is permanent in the
-    process.
+    """Apply the fixes in these frameworks' specs (`cures`) for conflicts between their libraries. A fix is permanent in
+    the process.
 
-    Yields for each needed cure its framework, the other framework, and a sentence about the change.
+    Yields for each applied fix the two frameworks, and a sentence about the change.
     """
     for name in names:
         for other, cure in SPECS[name].cures:

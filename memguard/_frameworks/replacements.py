@@ -52,7 +52,7 @@ class Replacements:
         """Restore all originals, last first; a second call continues an interrupted one.
 
         It does not restore a function that other code has replaced since. If that function calls memguard's
-        replacement, the replacement calls the original from now on.
+        replacement, the replacement from now on calls the original.
         """
         self.active = False
         while self._replaced:
@@ -65,6 +65,6 @@ class Replacements:
             self._replaced.pop()
 
     def standing(self, owner: Any, name: str) -> bool:
-        """Whether `owner.name` is still memguard's replacement."""
+        """True while `owner.name` is memguard's replacement."""
         found = vars(owner).get(name)
         return any(call is found for at, called, _, call in self._replaced if at is owner and called == name)

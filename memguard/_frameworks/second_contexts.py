@@ -31,7 +31,7 @@ def _find(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
     known, here, ours = contexts.primary_known(ordinal), contexts.current_handle(), pycuda_contexts.pushed()
     alone = known is not None and {here, ours, *pools} <= {known, None}
     if alone and not pycuda_contexts.automatic_made():
-        return {}  # the usual case, also after the release of the primary context
+        return {}  # the usual case: no non-primary context
     primary = contexts.primary_now(ordinal)
     if primary is None:
         return {}

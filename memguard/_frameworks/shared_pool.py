@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class SharedPool(Allocator):
-    """One pool for each GPU. `caps` is the pools' size in bytes by UUID. It calls `warn` with each change by other
-    code.
+    """One pool for each GPU. `caps` has the size of each pool in bytes, by UUID. `warn` is called with a sentence for
+    each change by other code.
 
     `capped`: the driver refuses requests above that size. Otherwise the pool is the device's default pool, the only one
-    that TensorFlow and JAX use. That has no maximum size, so memguard's own allocators refuse, and the other frameworks
-    are only watched.
+    that TensorFlow and JAX use. The default pool has no maximum size, so memguard's own allocators refuse requests, and
+    the other frameworks are only watched.
     """
 
     name, requests_room = POOL, True
@@ -42,7 +42,7 @@ class SharedPool(Allocator):
     def __init__(self, caps: Mapping[str, int], warn: Callable[[str], None], clients: Sequence[str] = ()) -> None:
         self.caps, self.clients, self.capped = dict(caps), tuple(clients), pool_capped(clients)
         self.adapters: dict[str, Framework] = {}
-        """The clients' adapters by name, filled by `registry`."""
+        """The adapters of the frameworks that use the pool, by name. `registry` adds them."""
         self._warn = warn
         self._pools: dict[str, CappedPool | DefaultPool] = {}
         self._limits: dict[str, PoolCap] = {}  # caps that memguard enforces, of pools that the driver does not cap
@@ -56,8 +56,8 @@ class SharedPool(Allocator):
     def use(self, framework: str, uuid: str, ordinal: int) -> CappedPool | DefaultPool | None:
         """The GPU's pool. The first call creates it and makes it the current one. CUDA must be initialised.
 
-        Allocations call it. None for a GPU without a cap, after `restore`, and for a signal handler or a finalizer that
-        allocates during the pool's creation. Raises CapNotApplied if the driver cannot create the pool.
+        Called by allocations. None for a GPU without a cap, after `restore`, and for a signal handler or a finalizer
+        that allocates during the pool's creation. Raises CapNotApplied if the driver cannot create the pool.
         """
         pool = self._pools.get(uuid)
         if pool is not None or uuid not in self.caps:
@@ -89,8 +89,8 @@ class SharedPool(Allocator):
         return pool
 
     def blocks(self, framework: str) -> PoolBlocks | None:
-        """The framework's blocks on the GPU of this thread's current context. None if that is no primary context, or
-        without a pool.
+        """The framework's blocks on the GPU of this thread's current context. None if that context is not a primary
+        one, or if there is no pool.
 
         Raises CapNotApplied as `use` does.
         """
@@ -117,7 +117,7 @@ class SharedPool(Allocator):
         return self._of.get((framework, uuid))
 
     def begin(self, framework: str, uuid: str) -> None:
-        """Create the pool, at the first reading of a framework with its own allocator."""
+        """Create the pool at the first reading of a framework whose allocator is its own."""
         if uuid in self._pools or self._over:
             return
         ordinal = contexts.ordinals().get(uuid)
@@ -177,7 +177,7 @@ class SharedPool(Allocator):
             self.trim(device)
 
     def reusable(self, usage: Usage) -> int:
-        """All idle memory. It serves any client's request, even if a trim would release none of it."""
+        """All idle memory of the pool: it serves any client's request, even if a trim would release none of it."""
         return cached(usage)
 
     def fixed(self) -> bool:
@@ -215,7 +215,7 @@ class SharedPool(Allocator):
         return before - pool.reserved()
 
     def drift(self) -> list[Drift]:
-        """Changes that broke the joint cap for frameworks that use the current pool; mostly empty."""
+        """Changes by other code that broke the joint cap for frameworks that use the current pool; usually empty."""
         change = "another memory pool was made current on cuda:{} after memguard.init"
         return [
             Drift(change.format(self._ordinals[uuid]), "its cap does not hold")
@@ -258,5 +258,6 @@ class SharedPool(Allocator):
 
 
 def remainder(used: int, others: Mapping[str, int]) -> int:
-    """Bytes in use in the pool that no other framework counts. Clamped at 0: the readings differ in time."""
+    """Bytes in use in the pool that no other framework counts. Clamped at 0, because the readings are taken at
+    different times."""
     return max(used - sum(others.values()), 0)

@@ -3,7 +3,7 @@
 The budget, its schema, the plan, the ledger, the reports, the monitor, the doctor and the simulation all read this
 table. Adding a framework takes one folder: its `spec.py` defines `SPEC`, which names the adapter.
 
-Of `_frameworks/`, the budget and its plan read only this table. Each `spec.py` imports nothing but `_base`
+The budget and the plan import nothing else from `_frameworks/`. Each `spec.py` imports nothing but `_base`
 (`tests/unit/test_framework_folders.py`). Discovery loads no adapter and imports no framework.
 """
 
@@ -64,16 +64,17 @@ CONTEXT_MAKER = next(row for row in SPECS.values() if row.context_module)
 
 
 OPTION_OWNERS: Mapping[str, str] = {option.name: row.name for row in SPECS.values() for option in row.options}
-"""The framework that has each option. Each option has one."""
+"""The framework of each option; an option belongs to exactly one framework."""
 
 
 def setting(option: str) -> str:
-    """The path in the budget of an option that one framework has: `frameworks.torch.nccl` for `nccl`."""
+    """The path of a framework's option in the budget: `frameworks.torch.nccl` for `nccl`."""
     return f"frameworks.{OPTION_OWNERS[option]}.{option}"
 
 
 def pool_capped(clients: Iterable[str]) -> bool:
-    """Whether the driver can cap the shared pool of these frameworks: none allocates from the default pool only."""
+    """True if the driver can cap the shared pool of these frameworks: none of them is restricted to the default
+    pool."""
     return not any(SPECS[name].default_pool for name in clients)
 
 

@@ -43,7 +43,7 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.05, 0.5
 """Seconds between two attempts of a waiting workload, doubling from the first value to the last. The end of another
 workload triggers an attempt at once."""
 _MAX_READINGS = 4
-"""The most readings in one attempt. It reads again because workloads may begin, end or allocate between two
+"""The most readings in one attempt. An attempt reads again because workloads may begin, end or allocate between two
 readings."""
 
 
@@ -144,14 +144,14 @@ class Admission:
             )  # another thread may be allocating: refuse if nothing changes
 
     def _make_room(self, framework: str, needed: int, snapshot: Snapshot, again: Callable[..., Snapshot]) -> Room:
-        """Raise the cap and trim siblings, leaving room for all reservations. Callers hold the guard's lock."""
+        """Raise the cap and trim siblings, without using memory of any reservation. Callers hold the guard's lock."""
         caps, elastic, device = self._caps, self._elastic, snapshot.device_plan.device
         if why := elastic.why_trim_forbidden():
             _log.info("%s: nothing is trimmed", why.text)
             return Room({}, None, 0, {})
         footprint = caps.framework(framework).footprint(needed)
         if again(cap=refusals.highest_cap(snapshot.device_plan, framework)).result.refusal is not None:
-            return Room({}, None, 0, {})  # too little memory even at the highest cap
+            return Room({}, None, 0, {})  # the memory does not suffice even at the highest cap
         room = elastic.reclaimer.make_room(device, framework, footprint + snapshot.result.reserved_under_cap)
         if snapshot.reservations is not EMPTY and (still := again().result.trim):  # reserved memory must be free too
             elastic.trim_idle(still, device)
@@ -224,7 +224,7 @@ class Admission:
 
     def _attempts(self, work: _Work, report: WorkloadReport) -> Iterator[float]:
         """Try to reserve until the workload is admitted. Yields the seconds to wait before each further attempt. Raises
-        BudgetExceeded at the deadline, or if waiting is useless."""
+        BudgetExceeded at the deadline, or if waiting cannot succeed."""
         pause, waits = _FIRST_PAUSE, False
         while True:
             if suspension.now is not None:  # suspended while waiting: nothing can be reserved until `resume`
@@ -241,7 +241,7 @@ class Admission:
             del error, refused
             if not waits:
                 waits = self._queue(work)
-                continue  # a workload that ended before did not wake this one
+                continue  # a workload that ended earlier did not wake this workload
             yield min(pause, work.deadline - now)
             pause = min(2 * pause, _LAST_PAUSE)
         report.waited = time.monotonic() - work.began if waits else 0.0
@@ -254,8 +254,8 @@ class Admission:
                 return True
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:
-        """Reserve the memory if it is available now. Else return the error, and whether waiting is useless. The loop
-        tries again if another thread changed reservations or caps between the reading and the reservation, at most
+        """Reserve the memory if it is available now. Else return the error, and whether waiting cannot succeed. The
+        loop retries if another thread changed reservations or caps between the reading and the reservation, at most
         `_MAX_ATTEMPTS` times.
         """
         rooms: dict[str, Room] = {}
@@ -379,7 +379,7 @@ class Admission:
                 return None
             devices = [device_plan.device.uuid for device_plan in self._caps.plan.devices]
             return {uuid: policy.in_use(usage) for uuid, usage in zip(devices, usages, strict=True)}
-        except Exception as failure:  # shutdown within the block, or a lost GPU, must not hide the user's error
+        except Exception as failure:  # an error by `shutdown` or a lost GPU must not replace the user's error
             if error is None and not isinstance(failure, MemguardError):
                 raise
             text = str(failure)  # a log handler that stores records would keep the exception's frames alive
@@ -410,9 +410,9 @@ class Admission:
     ) -> Snapshot:
         """Read one GPU and decide whether `needed` bytes fit.
 
-        `number`: the ticket of a workload that wants to reserve them; None for a check. `cap` replaces the framework's
+        `number`: the ticket of a workload that reserves the bytes; None for a check. `cap` replaces the framework's
         cap. Reads only the frameworks that the decision needs, and the others if the bytes do not fit. With
-        `all_frameworks` it reads all at once.
+        `all_frameworks` it reads all frameworks first.
         """
         reservations = self.queue.prune() if reservations is None else reservations
         device_plan = self._caps.device_plan(device.uuid)
@@ -424,7 +424,7 @@ class Admission:
         frameworks = self._caps.frameworks
         first = frameworks if all_frameworks else frameworks_to_read(reservations, request)
         usages = self._usages(first, device_plan)
-        memory = self._caps.host.memory(device)  # after the usages: bytes allocated in between count twice, not never
+        memory = self._caps.host.memory(device)  # after the usages: bytes allocated in between count twice
         result = self._admit(reservations, request, device_plan, usages, memory)
         if result.refusal is not None and not all_frameworks:
             usages = self._usages(frameworks, device_plan)
@@ -445,8 +445,8 @@ class Admission:
         usages: Mapping[str, Usage | None],
         memory: MemoryInfo,
     ) -> AdmissionResult:
-        """The admission result. Its refusal has the figures of the framework, not those of an allocator with several
-        clients."""
+        """The admission result. The refusal contains the framework's figures, even if several frameworks share the
+        allocator."""
         name, allocator = request.framework, shared_pool.allocator_of(device_plan, request.framework)
         if request.before and self._within_min(request, device_plan, usages.get(allocator)):
             sharers = shared_pool.clients(device_plan, allocator)
@@ -490,7 +490,7 @@ class Admission:
         return [one.usage(device_plan.device) for device_plan in self._caps.plan.devices]
 
     def _in_use(self, framework: str) -> dict[str, int | None]:
-        """The framework's bytes in use by UUID, without the GPUs where they cannot be read."""
+        """The framework's bytes in use by UUID. Omits GPUs where they cannot be read."""
         one = self._caps.frameworks.get(framework) if suspension.now is None else None
         found: dict[str, int | None] = {}
         for device_plan in self._caps.plan.devices if one is not None else ():
@@ -503,8 +503,8 @@ class Admission:
 
 
 def _at_most(framework: str, snapshot: Snapshot, again: Callable[..., Snapshot]) -> Snapshot:
-    """The snapshot for an elastic framework's error: at its highest possible cap if it is refused there too, else
-    `snapshot`."""
+    """The snapshot for an elastic framework's error: a reading at the framework's highest possible cap if that cap
+    refuses the request too, else `snapshot`."""
     if framework not in snapshot.device_plan.elastic:
         return snapshot
     most = again(cap=refusals.highest_cap(snapshot.device_plan, framework))

@@ -1,6 +1,6 @@
 """The cap table of one budget: the plan in force, the enforcement and drift of each cap, and the notes.
 
-It also owns what all parts of a guard use: the lock, and the host, which raises Suspended in a suspended process.
+It also owns the lock and the host that all parts of a guard use. The host raises Suspended in a suspended process.
 """
 
 from __future__ import annotations
@@ -130,7 +130,8 @@ class CapTable:
 
     @property
     def own_plan(self) -> Plan:
-        """The plan of the GPUs that this process uses: of a single GPU if its rank is known to use only that one."""
+        """The plan of the GPUs that this process uses: a single GPU's plan, if the rank is known to use only that
+        GPU."""
         own = None if self.sharing is None else self.sharing.own
         found = tuple(
             device_plan for device_plan in self.plan.devices if own is not None and device_plan.device.ordinal == own
@@ -185,7 +186,7 @@ class CapTable:
             self.suspended.refuse("a change of a cap")
         before = self.plan
         plan = policy.with_cap(before, uuid, name, cap)
-        if cap > self.device_plan(uuid).caps[name]:  # first: after an interruption the cap is at most the plan's
+        if cap > self.device_plan(uuid).caps[name]:  # first, so that an interruption leaves no cap above the plan's
             self.plan = plan
         entry = self.entry(name)
         if entry.enforcement is not Enforcement.PENDING:  # a pending cap is set at the framework's import
@@ -202,11 +203,11 @@ class CapTable:
             self._resize_version += 1
             framework.resize(plan.caps(name))
         finally:
-            self._resize_version += self._resize_version % 2  # odd while a resize runs, then even and larger
+            self._resize_version += self._resize_version % 2  # odd while a resize runs; afterwards even and larger
 
     def lower_to_min(self, name: str) -> None:
-        """Lower the planned cap of an elastic framework to its min if the cap cannot move, so that the rest can be
-        lent."""
+        """If the cap of an elastic framework cannot move, lower its planned cap to its min, so that siblings can borrow
+        the rest."""
         for device_plan in self.plan.devices:
             if name in device_plan.elastic:
                 self.plan = policy.with_cap(self.plan, device_plan.device.uuid, name, device_plan.elastic[name][0])
@@ -223,7 +224,7 @@ class CapTable:
         self.entries = entries
 
     def serving(self, framework: str, device_plan: DevicePlan) -> Allocator:
-        """The allocator that serves the framework. Raises MemguardError if the budget does not name it."""
+        """The allocator that serves the framework. Raises MemguardError if the budget does not name the framework."""
         return self.allocators.get(shared_pool.allocator_of(device_plan, framework)) or self.framework(framework)
 
     def allocator(self, name: str) -> Allocator:
@@ -241,7 +242,7 @@ class CapTable:
         return registry.create(name, self.host)
 
     def entry(self, framework: str) -> CappedFramework:
-        """The entry of a framework. Raises MemguardError if the budget does not name it."""
+        """The `CappedFramework` of a framework. Raises MemguardError if the budget does not name the framework."""
         try:
             return self.entries[framework]
         except KeyError:
@@ -255,7 +256,7 @@ class CapTable:
             raise MemguardError(f"{framework!r} is not in the budget, which has: {known}{hint}") from None
 
     def framework(self, name: str) -> Framework:
-        """The adapter of a framework. Raises MemguardError if the budget does not name it."""
+        """The adapter of a framework. Raises MemguardError if the budget does not name the framework."""
         return self.entry(name).framework
 
     def check_active(self) -> None:
@@ -306,7 +307,7 @@ class CapTable:
             self.announce(event)
 
     def drift_of(self, name: str, entry: CappedFramework) -> tuple[Drift, ...]:
-        """The changes since the cap was set. If the check fails, the drift that was recorded before."""
+        """The changes by other code since the cap was set. If the check fails, the drift that was recorded before."""
         if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
             return ()  # no cap was set
         try:
@@ -316,7 +317,7 @@ class CapTable:
             return entry.drift
 
     def note_conflicting_setting(self, name: str, sentence: str) -> None:
-        """Announce that a setting which the user made later conflicts with a cap. The adapter has logged it."""
+        """Announce that a later setting by the user conflicts with a cap. The adapter has logged the conflict."""
         self.announce(Event(time.time(), "note", sentence, framework=name))
 
     def announce(self, event: Event) -> None:
@@ -365,7 +366,8 @@ class CapTable:
             _log.warning("%s", sentence)
 
     def _shared_pool(self) -> SharedPool | None:
-        """The shared pool, not yet created on the GPU; None without one. Raises PlanError on simulated GPUs."""
+        """The shared pool, not yet created on the GPU; None if the budget has none. Raises PlanError on simulated
+        GPUs."""
         found = {
             device_plan.device.uuid: shared_pool.caps_of(device_plan).get(POOL) for device_plan in self.plan.devices
         }

@@ -46,7 +46,7 @@ _CAPTURING = WhyNoHelp(NoHelp.CAPTURE, "a CUDA graph is being captured on this t
 
 
 class ElasticCaps:
-    """Moves memory between the caps of a budget, through its `Reclaimer`."""
+    """Changes elastic caps and trims caches, through the budget's `Reclaimer`."""
 
     def __init__(self, caps: CapTable, reader: LedgerReader, workloads: WorkloadReservations) -> None:
         self._caps, self._reader, self._workloads = caps, reader, workloads
@@ -55,7 +55,8 @@ class ElasticCaps:
         self.trims: Counter[tuple[str, str]] = Counter()
         """Number of trims by framework and GPU (UUID). Guarded by the guard's lock."""
         self._thread = threading.local()
-        """`last_shortage`: this thread's last shortage, and the reason why no room was made; None if room was made."""
+        """`last_shortage`: this thread's last shortage, and the reason why memguard freed no memory for it; None if it
+        did."""
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         """Implements `Guard.make_room`."""
@@ -72,8 +73,8 @@ class ElasticCaps:
         """Make room for a request that an allocator cannot serve. Returns True if the adapter should retry the
         allocation.
 
-        It runs within the allocation, on the allocating thread, which holds no lock of an adapter. It makes no room if
-        that thread holds the guard's lock already, or if another thread holds it for `_LOCK_TIMEOUT` seconds.
+        It runs within the allocation, on the allocating thread, which holds no lock of an adapter. It does nothing if
+        that thread holds the guard's lock already, or if another thread holds the lock for `_LOCK_TIMEOUT` seconds.
         """
         self._thread.last_shortage, caps = None, self._caps
         if caps.stopped or caps.pid != os.getpid():
@@ -97,10 +98,10 @@ class ElasticCaps:
     def why_no_help(
         self, request: RefusedRequest, device_plan: DevicePlan, usages: Mapping[str, Usage | None]
     ) -> WhyNoHelp | None:
-        """The reason why no room was made for the request that this thread was just refused.
+        """The reason why memguard freed no memory for the request that an allocator just refused on this thread.
 
-        None if room was made, or if room would not have helped: the request exceeds the highest possible cap, or
-        neither the cap nor the GPU was short of memory.
+        None if memguard freed memory, or if that would not have helped: the request exceeds the highest possible cap,
+        or neither the cap nor the GPU was short of memory.
         """
         shortage, why = getattr(self._thread, "last_shortage", None) or (None, None)
         self._thread.last_shortage = None
@@ -118,7 +119,7 @@ class ElasticCaps:
         return why if needed <= most and len(device_plan.caps) > 1 and (needed > cap or full) else None
 
     def _make_room_for(self, shortage: Shortage, device: Device) -> WhyNoHelp | None:
-        """Make room for a shortage. Returns None on success, else the reason why there is too little."""
+        """Raise the cap and trim caches for a shortage. Returns None on success, else the reason for the failure."""
         if not self._caps.active:
             return WhyNoHelp(NoHelp.NOT_ASKED, "the budget has ended")
         if self._caps.suspended is not None:
@@ -219,7 +220,7 @@ class ElasticCaps:
             before = [self.reclaimer.available(device_plan.device) for device_plan in caps.plan.devices]
             for (
                 device_plan
-            ) in caps.plan.devices:  # PyTorch trims all GPUs at once, so read `available` before and after all trims
+            ) in caps.plan.devices:  # PyTorch trims all GPUs at once, so `available` is read before and after all trims
                 # Not `state`, which would wait for a running import.
                 self.trim_idle([n for n in chosen if self._allocator(n).usage(device_plan.device)], device_plan.device)
             after = [self.reclaimer.available(device_plan.device) for device_plan in caps.plan.devices]
@@ -244,7 +245,8 @@ class ElasticCaps:
                     self.reclaimer.call_back_unused(device_plan.device)
 
     def trim_idle(self, names: Sequence[str], device: Device) -> None:
-        """Trim these frameworks on this thread, unless that is forbidden. Captures of other threads stay valid."""
+        """Trim these frameworks on this thread, unless trimming is forbidden. CUDA graph captures of other threads stay
+        valid."""
         if names and (why := self.why_trim_forbidden()):
             _log.info("%s: nothing is trimmed", why.text)
             return
@@ -264,7 +266,7 @@ class ElasticCaps:
             raise
 
     def why_trim_forbidden(self) -> WhyNoHelp | None:
-        """The reason why this thread must not free GPU memory now; None if it may.
+        """The reason why this thread must not free GPU memory now; None if freeing is allowed.
 
         On a background thread (an `on_event` or `on_sample` callback that trims) nothing is freed while communicators
         live. Freeing synchronizes with all work on the GPU, including collectives that wait for other ranks. It also
@@ -295,7 +297,7 @@ class ElasticCaps:
 
 
 def _why_room_not_requested(framework: Framework | None) -> WhyNoHelp | None:
-    """The reason why an allocator refused a request without first requesting room."""
+    """The reason to report for an allocator that refused a request without first requesting room."""
     if framework is None:
         return None
     if not framework.requests_room:
@@ -322,7 +324,7 @@ def _with_caps(sample: Sample, plan: Plan) -> Sample:
 
 
 def above_cap(name: str, held: int | None, cap: int | None, enforcement: str, device: Device) -> str | None:
-    """The note about a framework that holds more than its cap; None if it does not."""
+    """The note about a framework that holds more than its cap; None if the framework is within its cap."""
     if held is None or cap is None or held <= cap:
         return None
     above = f"{name}: holds {format_size(held - cap)} above its cap of {format_size(cap)} on {device.name}"

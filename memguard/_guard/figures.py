@@ -20,9 +20,10 @@ _HEAD = ("framework", "held", "cached", "reclaimable", "how")
 class FrameworkReclaimable:
     """The memory that one framework could return to the driver on one GPU, in bytes; None if unknown.
 
-    `reclaimable` is the part of `cached` that a trim would really return. `how`: "memguard.trim" on any thread; "own
-    thread": `memguard.trim` on the thread whose CUDA context the framework uses; "own call": only the framework's own
-    trim function, because the budget does not name it; "never": its pool returns nothing while the process lives.
+    `reclaimable` is the part of `cached` that a trim would really return. `how` names the call that returns it:
+    "memguard.trim" on any thread; "own thread": `memguard.trim` on the thread whose CUDA context the framework uses;
+    "own call": only the framework's own trim function, because the budget does not name it; "never": its pool returns
+    nothing while the process lives.
     """
 
     framework: str

@@ -71,7 +71,7 @@ _SAMPLES_PER_CHECK = 10
 
 
 class AdmissionOnDemand:
-    """Creates the admission control of one budget at the first request, so that `init` does not import its modules."""
+    """Creates the admission control of one budget at the first request, so that `init` need not import that code."""
 
     def __init__(self, make: Callable[[], Admission]) -> None:
         self._make = make
@@ -103,7 +103,7 @@ class AdmissionOnDemand:
         return 0 if self._made is None else self._made.read_reserved_not_taken(framework, uuid)
 
     def wake(self) -> None:
-        """Make all waiting workloads try again."""
+        """Make all waiting workloads retry their reservations."""
         if self._made is not None:
             self._made.queue.wake()
 
@@ -135,7 +135,7 @@ class Guard:
         self._hook = ImportHook()
         self._not_undone: list[str] = []
         self._uncapped: set[str] = set()
-        """Frameworks whose caps are not set yet, because another thread held the lock during their import."""
+        """Frameworks without a cap so far, because another thread held the lock during their import."""
         self._samples = 0
         self._started = self._logged = False
         self._real_imports = (
@@ -168,7 +168,8 @@ class Guard:
 
     @property
     def own_plan(self) -> Plan:
-        """The plan of the GPUs that this process uses: of one GPU only, if its rank is known to use one."""
+        """The plan of the GPUs that this process uses: a single GPU's plan, if the rank is known to use only that
+        GPU."""
         return self.caps.own_plan
 
     def device_plan(self, uuid: str) -> DevicePlan:
@@ -177,7 +178,8 @@ class Guard:
 
     @property
     def undone(self) -> bool:
-        """Whether every change is undone. An interrupted `start` or `stop` leaves changes, which `stop` undoes."""
+        """True if no change remains to be undone. An interrupted `start` or `stop` leaves changes, which `stop`
+        undoes."""
         before = self.callbacks.stop
         return self.caps.stopped and self.undo.done and (before is None or before.done)
 
@@ -549,7 +551,7 @@ class Guard:
     def _imported(self, name: str) -> None:
         """Set the cap of a framework that is being imported. Runs on the importing thread; its errors fail the import.
 
-        It waits `_IMPORT_LOCK_TIMEOUT` seconds for the lock. If that is too short, `_cap_uncapped` sets the cap later.
+        It waits `_IMPORT_LOCK_TIMEOUT` seconds for the lock. After a timeout, `_cap_uncapped` sets the cap later.
         """
         if self.caps.suspended is not None:  # the cap is set when the process resumes
             suspension.defer(lambda: self._imported(name))
@@ -695,6 +697,6 @@ def _context_of(
     when: float,
     simulated: bool,
 ) -> hooks.OomContext:
-    """The context for an out-of-memory report, from a reading at the refusal."""
+    """The `OomContext` of an out-of-memory report, from a reading at the refusal."""
     ledger = Ledger(when, (device_ledger(reading, device_plan, enforcements),), simulated)
     return hooks.OomContext(ledger, plan, {device_plan.device.uuid: others}, budget=budget)

@@ -3,22 +3,23 @@
 On each GPU the room for all caps is limit − reserve. The room above the sum of the minima is lent to elastic
 frameworks. The rules:
 
-- The free room is the room less, for each framework, its cap or its held bytes, whichever is larger
-  (`_budget.policy.room_left`): lowering a cap below live arrays frees no memory. If the free room is negative, nothing
-  is lent, and a monitor tick calls back lent memory that is unused.
-- The sum of the caps never exceeds the room, and no cap is below its framework's min. So a framework always has its
-  min at once, whatever its siblings hold.
+- The free room is the room less the sum, over all frameworks, of the larger of cap and held bytes
+  (`_budget.policy.room_left`), because lowering a cap below live arrays frees no memory. If the free room is negative,
+  nothing is lent, and a monitor tick calls back lent memory that is unused.
+- The sum of the caps never exceeds the room, and no cap is below its framework's min. So a framework can always
+  allocate up to its min without waiting, however much its siblings hold.
 - A cap is never lowered below the bytes that its framework holds and its workloads have reserved. So moving caps never
   affects live arrays, and idle lent memory can be called back for any framework.
 - A framework that needs more is given, in this order: room that is not lent; lent room that is unused; lent memory that
   is only cached, after a trim has returned it to the driver. Caches whose reclaimable bytes are known are trimmed
-  first, the largest before the others. No cache is trimmed without need, and none if all caches together are too small.
+  first, the largest before the others. No cache is trimmed without need, and no cache is trimmed if all caches together
+  are too small.
 - First come, first served. A framework whose allocator cannot request room within an allocation (torch) keeps headroom
-  instead. A tick fills headroom from unused room, first for the framework that has borrowed the smallest part of its
-  span. Headroom of these frameworks is taken last.
+  instead. A monitor tick fills headroom from unused room, first for the framework that has borrowed the smallest
+  fraction of its span (max − min). These frameworks' headroom is lent to others last.
 
-Hysteresis: headroom below a threshold is filled to twice the threshold. So under a constant load caps move at one tick
-only.
+Hysteresis: headroom below a threshold is filled to twice the threshold. So under a constant load, caps move at only one
+tick.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class CapState(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """The bytes beyond `unused` that a trim of its cache would release, under its cap or above it."""
+        """The bytes beyond `unused` that a trim of the framework's cache would release, whether held below or above the
+        cap."""
         stays = max(self.least, round_up(max(self.held - self.idle, 0)))
         return max(max(self.cap_and_held) - self.unused - stays, 0)
 
@@ -138,7 +140,8 @@ def _raise_further(
 
 
 def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
-    """The caps that change at a tick, lowered ones first, to fill the headroom of frameworks that cannot request room.
+    """The caps that change at a monitor tick, lowered ones first, to fill the headroom of frameworks that cannot
+    request room.
 
     Headroom comes from free room, and from unused memory of frameworks that can request room. If the free room is
     negative, unused memory is called back first.
@@ -219,16 +222,17 @@ def reclaimable_caches(usages: Mapping[str, Usage | None], requester: str) -> li
 
 
 def pick_donor(found: Iterable[ReclaimableCache], short: int) -> ReclaimableCache | None:
-    """Pick the sibling to trim first if `short` bytes are missing: the largest cache, `sure` ones before others.
+    """Pick the sibling to trim first if `short` bytes are missing: the largest cache whose reclaimable bytes are known
+    (`sure`), else the largest.
 
-    None if all caches together are too small: a request that fails anyway must not cost a sibling its cache.
+    None if all caches together are too small: the request fails anyway, so no sibling should lose its cache.
     """
     ordered = sorted(found, key=lambda one: trim_order(one.idle, one.sure))
     return ordered[0] if ordered and sum(one.most for one in ordered) >= short else None
 
 
 def _live_above_min(state: CapState) -> int:
-    """The bytes held above its min that are not cached."""
+    """The bytes that the framework holds above its min in live arrays."""
     return max(state.held - state.reserved - state.least - state.idle, 0)
 
 

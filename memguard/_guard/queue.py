@@ -36,7 +36,7 @@ class Ticket:
         self._wake: Callable[[], object] = functools.partial(self._woken.put, None)  # no reference cycle: freed at once
 
     def wake(self) -> None:
-        """Make the workload try again. Callable on any thread, in a signal handler and in a finalizer."""
+        """Make the workload retry its reservation. Callable on any thread, in a signal handler and in a finalizer."""
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._wake()
 
@@ -54,7 +54,7 @@ class Ticket:
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         before, self._wake = self._wake, lambda: loop.call_soon_threadsafe(event.set)
         try:
-            if self._woken.empty():  # otherwise `wake` was called already
+            if self._woken.empty():  # false if `wake` was called already
                 await asyncio.wait_for(event.wait(), seconds)
         except TimeoutError:
             pass
@@ -121,10 +121,10 @@ class ReservationQueue:
         before: Reservations = EMPTY,
         in_use: dict[str, int | None] | None = None,
     ) -> None:
-        """End a ticket, whether it holds or waits, and wake the waiting ones.
+        """End an active or waiting ticket, and wake the waiting tickets.
 
-        `read` returns its framework's bytes in use by UUID. `in_use` is an earlier result, valid while the reservations
-        are `before`.
+        `read` returns the bytes in use by UUID of the ticket's framework. `in_use` is an earlier result, valid while
+        the reservations are `before`.
         """
         leave(ticket)
         try:
@@ -138,7 +138,7 @@ class ReservationQueue:
             self.wake()
 
     def created_here(self, numbers: frozenset[int]) -> frozenset[int]:
-        """The tickets among `numbers` that the current thread or task created. It can end only these."""
+        """The tickets among `numbers` that the current thread or task created. It can end only these tickets."""
         own, found = thread_and_task(), set()
         for number in numbers:
             ticket = known() if (known := self._tickets.get(number)) is not None else None
@@ -163,7 +163,7 @@ class ReservationQueue:
         return dead
 
     def _collected(self, number: int, _: Any) -> None:
-        """Called when a ticket is garbage-collected. Its block may have been interrupted before `leave`."""
+        """Called when a ticket is garbage-collected, as its block may have been interrupted before `leave`."""
         self._tickets.pop(number, None)
         if self.current is not EMPTY:
             self.wake()
@@ -180,7 +180,8 @@ def enter(ticket: Ticket, enclosing: frozenset[int]) -> None:
 
 
 def leave(ticket: Ticket) -> None:
-    """Leave a ticket's block. Not by `ContextVar.reset`, which raises if a generator is closed in another context."""
+    """Leave a ticket's block. `ContextVar.reset` does not serve: it raises if a generator is closed in another
+    context."""
     found = WITHIN.get()
     if ticket.number in found:
         WITHIN.set(found - {ticket.number})

@@ -28,7 +28,8 @@ _KEPT = 64
 
 
 class WorkloadReservations(Protocol):
-    """The reservations of running workloads. `_guard.admission` implements it and is imported at the first request."""
+    """The reservations of running workloads. `_guard.admission` implements this protocol and is imported at the first
+    request."""
 
     @property
     def idle(self) -> bool:
@@ -38,7 +39,7 @@ class WorkloadReservations(Protocol):
         """Bytes that the framework's workloads have reserved and not yet allocated, computed from `in_use`."""
 
     def wake(self) -> None:
-        """Make all waiting workloads try again."""
+        """Make all waiting workloads retry their reservations."""
 
 
 class Reclaimer:
@@ -49,7 +50,7 @@ class Reclaimer:
         self._fixed: set[str] = set()
         """Elastic frameworks whose caps could not be changed."""
         self.events: deque[Event] = deque(maxlen=_KEPT)
-        """Queued events of moved caps and returned memory. They are queued because no callback may run in an
+        """Events of moved caps and returned memory. They are queued because no callback may run within an
         allocation."""
         self.returned: Counter[tuple[str, str]] = Counter()
         """Bytes that each framework returned to make room for siblings, by framework and GPU (UUID)."""
@@ -61,8 +62,8 @@ class Reclaimer:
     ) -> Room:
         """Make room for `requester` to take `needed` more bytes from the driver.
 
-        `by_allocator`: its allocator could not serve a request, and has already trimmed its own cache. `full`: the
-        driver refused the request, not the cap.
+        `by_allocator`: the requester's allocator could not serve a request, and has already trimmed its own cache.
+        `full`: the driver refused the request, not the cap.
         """
         uuid = device.uuid
         returned: dict[str, int] = {}
@@ -102,8 +103,8 @@ class Reclaimer:
         return Room(returned, None, missing, live)
 
     def headroom(self, sample: DeviceSample) -> tuple[DevicePlan, dict[str, int]]:
-        """The caps to change at a tick to restore headroom, and the plan on which they are based. Returns no caps if
-        any has moved since the sample. Takes no lock and reads no framework.
+        """The caps to change at a monitor tick to restore headroom, and the plan from which they are computed. Returns
+        no caps if any has moved since the sample. Takes no lock and reads no framework.
         """
         device_plan, rows = self._caps.device_plan(sample.uuid), dict[str, Usage]()
         for name, (held, in_use, reclaimable, cap) in sample.frameworks.items():
@@ -261,7 +262,7 @@ class Reclaimer:
     def _set_caps(self, device_plan: DevicePlan, caps: Mapping[str, int]) -> bool:
         """Change these caps of `device_plan`, lowered ones first.
 
-        Returns False if one could not be set, or if its framework now holds more than it.
+        Returns False if a cap could not be set, or if its framework now holds more than the new cap.
         """
         device, uuid, done = device_plan.device, device_plan.device.uuid, True
         for name, cap in caps.items():
@@ -270,7 +271,7 @@ class Reclaimer:
                 return False
             try:
                 self._caps.set_cap(name, uuid, cap)
-            except Exception as error:  # any error, because a cap that cannot move must not fail the request
+            except Exception as error:  # no error of a cap change may fail the request
                 why = error.reason if isinstance(error, CapNotApplied) else words_of(error)
                 _log.warning("%s: its cap stays at %s: %s", name, format_size(now), why)
                 self._fixed.add(name)
@@ -279,7 +280,7 @@ class Reclaimer:
             usage = self._caps.allocators[name].usage(device) if cap < now else None
             held = (usage.held or 0) if usage is not None else 0
             if cap < now and held + self._workloads.reserved_not_taken(name, uuid, policy.in_use(usage)) > cap:
-                self._caps.set_cap(name, uuid, now)  # it has meanwhile allocated or reserved more than the new cap
+                self._caps.set_cap(name, uuid, now)  # the framework has meanwhile allocated more
                 done = False
         return done
 
@@ -301,7 +302,7 @@ class Reclaimer:
 
 
 def _bytes_to_free(requester: str, device_plan: DevicePlan, own: Usage, needed: int) -> int:
-    """The bytes that must be free so that the driver refuses no part of the request.
+    """The GPU memory that must be free so that the driver refuses no part of the request, in bytes.
 
     A pool that never shrinks grows in regions of its own size, up to the rest of its cap. It tries smaller regions
     only after its first failure (BFC allocator of TensorFlow and XLA).

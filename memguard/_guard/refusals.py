@@ -15,7 +15,7 @@ from memguard.errors import BudgetExceeded
 
 
 class Snapshot(NamedTuple):
-    """One reading of one GPU, and the admission result computed from it. `in_use`: bytes by framework."""
+    """One reading of one GPU, and the admission result computed from the reading. `in_use`: bytes by framework."""
 
     reservations: Reservations
     device_plan: DevicePlan
@@ -88,6 +88,6 @@ def highest_cap(device_plan: DevicePlan, framework: str) -> int:
 
 
 def no_room(framework: str, snapshot: Snapshot) -> Room | None:
-    """An empty `Room` if nothing can be trimmed and the cap cannot rise; None if reclaim may help."""
+    """An empty `Room` if no cache can be trimmed and the cap cannot rise; None if reclaim may help."""
     can_rise = snapshot.device_plan.caps[framework] < highest_cap(snapshot.device_plan, framework)
     return None if snapshot.result.trim or can_rise else Room({}, None, 0, {})

@@ -14,11 +14,11 @@ as none exceeds its size:
 - Another begins: base = in_use − Σ sizes of the earlier ones, if that is larger: then they exceeded their reservations.
 - One ends: base = base + its size, but at most in_use. Whether it freed its arrays is unknown, so all its bytes are
   assumed to remain allocated.
-- in_use is read below base: base = in_use. Older arrays were freed.
+- A reading shows in_use < base: base = in_use, because older arrays were freed.
 
 Arrays allocated outside every workload count as growth of the workloads. An unknown figure (None) counts as no growth.
 
-A workload within another of the same framework uses the outer reservation if enough of it may be unallocated.
+A nested workload of the same framework uses the outer workload's reservation if enough of that may be unallocated.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _SHOWN = 12
 
 
 class Reservation(NamedTuple):
-    """The reservation of one workload, held or waiting: `size` bytes of `framework` on each of `uuids`.
+    """The reservation of one workload, active or waiting: `size` bytes of `framework` on each of `uuids`.
 
     `requested`: the bytes that the program requested. `size` is 0 if the outer workload's reservation covers them.
-    `since`: the time at which it began to hold or wait, as `time.monotonic()`. `outer`: the enclosing workloads.
-    `owner`: the name of its thread or task.
+    `since`: the time at which it became active or began to wait, as `time.monotonic()`. `outer`: the enclosing
+    workloads. `owner`: the name of the workload's thread or asyncio task.
     """
 
     id: int
@@ -114,7 +114,7 @@ def queued(reservations: Reservations, reservation: Reservation) -> Reservations
 
 
 def with_lower_bases(reservations: Reservations, framework: str, in_use: Mapping[str, int | None]) -> Reservations:
-    """Lower the bases above `in_use`. Returns the same object if there are none."""
+    """Lower each base that is above `in_use`. Returns the same object if no base is."""
     lower = {
         (framework, uuid): now
         for uuid, now in in_use.items()
@@ -136,7 +136,7 @@ def reserved_not_taken(
 ) -> int:
     """The bytes reserved and not yet allocated. `without`: reservations that do not count.
 
-    Allocated bytes are attributed to `without` first, so that the result is never too small.
+    Allocated bytes are subtracted from `without` first, so that the result is never too small.
     """
     sizes = _sizes(reservations.active, framework, uuid)
     theirs = _sizes([one for one in reservations.active if one.id in without], framework, uuid)
@@ -272,7 +272,7 @@ def admit(
 
 
 def why_waiting_is_useless(reservations: Reservations, request: Request, room: int, own_cap: int) -> Advice | None:
-    """The reason why waiting is useless: enclosing workloads reserved the memory. None if waiting may help.
+    """The reason why waiting cannot succeed: enclosing workloads reserved the memory. None if waiting may help.
 
     `room`: limit − reserve. `own_cap`: the highest possible cap of the framework.
     """

@@ -1,7 +1,6 @@
 """The guard of a suspended process: returns the last reading, and raises Suspended for every call to a GPU.
 
-It refuses by default: a host that raises Suspended replaces the real one, so that a call without a check of its own
-cannot reach a GPU.
+A host that raises Suspended replaces the real one, so that even a call that forgets to check cannot reach a GPU.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ unknown."""
 
 
 class SuspendedGpus:
-    """Stands in for a guard's GPUs during a suspension. `reading`: the last ledger before it. `off`: its time and
-    sizes.
+    """Replaces a guard's GPUs during a suspension. `reading`: the last ledger before the suspension. `off`: the time of
+    the suspension and the bytes that it moved.
 
-    `figures` reads the current memory of the GPUs. `host` is the real host.
+    `figures` reads the current memory of the GPUs from another process. `host` is the guard's host outside a
+    suspension.
     """
 
     def __init__(self, reading: Ledger, figures: Figures, off: Off, host: Host) -> None:
@@ -40,7 +40,7 @@ class SuspendedGpus:
         self._pid = os.getpid()
 
     def ledger(self) -> Ledger:
-        """The last reading with one more row, which subtracts this process's bytes, which are off the GPU."""
+        """The last reading with one more row, which subtracts this process's bytes: they are off the GPU."""
         self._check_pid()
         return ledger_of(self._reading, suspension.now or self._off, time.time(), self._figures)
 
@@ -59,7 +59,7 @@ class SuspendedGpus:
 
 
 class _RefusingHost:
-    """A host whose methods raise Suspended. Its other attributes, such as the PID, are the real host's."""
+    """A host whose methods raise Suspended. Other attributes, such as the PID, come from the real host."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -70,7 +70,7 @@ class _RefusingHost:
 
 
 def refusing(host: Host) -> Host:
-    """The replacement of a host during a suspension: its methods raise Suspended."""
+    """The host during a suspension: each method raises Suspended."""
     return cast("Host", _RefusingHost(host))
 
 

@@ -1,6 +1,7 @@
-"""Charges overhead: CUDA contexts, modules and library workspaces, outside every framework's cap. Pure.
+"""Attributes bytes outside every framework's cap to overhead: CUDA contexts, modules, library workspaces. Pure.
 
-Overhead is charged when its cause is observed, never computed as the remainder. Causes are
+To charge overhead is to attribute a growth of this process's memory to a cause: a context, a module or a library. A
+growth is charged when its cause is observed, never computed as the remainder. Causes are
 
 - a new owner: the context, a framework, an NCCL communicator, a second context. Each is charged in the first reading
   after it appeared, up to its reserve in `_budget.policy`. A communicator that is created eagerly allocates most at its
@@ -134,11 +135,12 @@ class Overhead:
         entries: frozenset[tuple[str, int]] = frozenset(),
         least: int = 0,
     ) -> Overhead:
-        """The state after a reading. `gap` is the process's bytes less its frameworks' bytes; `loaded` lists the loaded
-        libraries of `LIBRARIES`; `now` is in seconds; `entries` comes from `Host.entries`.
+        """The state after a reading. `gap` is the process's bytes less the bytes of all frameworks in the process;
+        `loaded` lists the loaded libraries of `LIBRARIES`; `now` is in seconds; `entries` comes from `Host.entries`.
 
-        `exact` is False if a framework does not report its held bytes. Part of the gap is then its pool, so a new owner
-        is charged with at most its measured size. `least`: the lower bound of such frameworks, which the gap excludes.
+        `exact` is False if a framework does not report its held bytes. Part of the gap is then that framework's pool,
+        so at most the measured size of a new owner (a context, framework, library) is charged. `least`: the lower bound
+        of the bytes that such frameworks hold; the gap excludes it.
         """
         quiet = (
             gap == self.last_gap
@@ -389,7 +391,7 @@ def _initial_memory(name: str) -> int:
 
 
 def _communicators(names: frozenset[str]) -> frozenset[str]:
-    """The communicators among `names`, which `Framework.libraries` numbers: `nccl 1`."""
+    """The communicators among `names`. `Framework.libraries` ends their names with a number: `nccl 1`."""
     return frozenset(name for name in names - _second_contexts(names) if " " in name)
 
 
@@ -399,7 +401,8 @@ def _second_contexts(names: frozenset[str]) -> frozenset[str]:
 
 
 def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
-    """The most overhead of these owners: the figures of `reserve: auto` if `exact`, else the measured ones."""
+    """The largest expected overhead of these owners: the figures of `reserve: auto` if `exact`, else the measured
+    sizes."""
     if not appeared:
         return 0
     if not exact:

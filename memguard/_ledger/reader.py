@@ -1,7 +1,8 @@
-"""Reads GPUs and frameworks for the ledger and the monitor, and stores the charged overhead.
+"""Reads GPUs and frameworks for the ledger and the monitor, and stores the overhead on each GPU.
 
 Each reading takes the figures of the frameworks from `LedgerReader._usages`: `reading` reads NVML before and after,
-`sample` and `read_unlocked` read it once. `overhead` decides the charges; `rows` makes the rows and the sample.
+`sample` and `read_unlocked` read it once. `overhead` decides how many bytes to attribute (charge) to contexts, modules
+and libraries. `rows` builds the ledger's rows and the sample.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class LedgerReader:
         self._latest: dict[str, Mapping[str, Usage | None]] = {}  # the usages of the last reading of each GPU
         self._warned: set[str] = set()
         self._unaccounted: dict[str, int] = {}
-        self._inconsistent: set[str] = set()  # GPUs whose figures changed during the last reading: it charged nothing
+        self._inconsistent: set[str] = set()  # GPUs whose figures changed during the last reading
         self._own_bytes: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
         self._searched_in_vain = -math.inf  # time of the last search for loaded libraries that found no new library
@@ -83,7 +84,7 @@ class LedgerReader:
         self._contexts_known: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of each non-primary context
 
     def clear(self) -> None:
-        """Forget all charges: another budget begins."""
+        """Forget the overhead of all GPUs, because another budget begins."""
         self._overhead.clear()
         self._latest.clear()
         self._warned.clear()
@@ -97,11 +98,11 @@ class LedgerReader:
         self._locked = LockedRunner(order=LockOrder.READER)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for readings in progress. Whether they end within `seconds`."""
+        """Wait for readings in progress. True if they end within `seconds`."""
         return self._locked.run(bool, seconds) is not None
 
     def unnamed(self) -> Mapping[str, Framework]:
-        """The imported frameworks that the budget does not name. Loads only their adapters."""
+        """The imported frameworks that the budget does not name, with their adapters. Imports no other adapter."""
         for name in self._unnamed:
             if name in sys.modules and name not in self._created:
                 self._created[name] = registry.create(name, self.host)
@@ -140,7 +141,8 @@ class LedgerReader:
     def read_unlocked(
         self, device_plan: DevicePlan, frameworks: Mapping[str, Framework]
     ) -> tuple[Reading, Mapping[int, int | None]]:
-        """One GPU's figures and processes for a refused request: read once, without a lock and without charges.
+        """One GPU's figures and processes for a refused request: read once, without a lock and without changing the
+        overhead.
 
         Called within allocations, where another thread may wait for this one. Leaves out contexts and lent memory.
         """
@@ -200,9 +202,9 @@ class LedgerReader:
     ) -> Reading:
         """Read NVML before and after the frameworks, and read everything again if NVML's figures changed in between.
 
-        Only a consistent reading may change the charges: each framework's figure must be equal before and after NVML's.
-        `earlier`: figures read just before. If they are missing or differ, and a charge depends on them, the frameworks
-        are read once more.
+        Only a consistent reading may change the overhead: each framework must report the same bytes before and after
+        NVML was read. `earlier`: the frameworks' figures just before this call. If they are missing or differ, and the
+        overhead would change, the frameworks are read once more.
         """
         device, host = device_plan.device, self.host
         pid, uuid = host.pid, device.uuid
@@ -220,7 +222,7 @@ class LedgerReader:
         own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
         found = [libraries for name, one in with_libraries if name in live and (libraries := one.libraries())]
         appeared = live.union(*found, _CONTEXT if active or own else ())
-        # While another thread allocates, no reading is consistent, so nothing is charged.
+        # While another thread allocates, no reading is consistent, so the overhead does not change.
         gap = None if own is None or now != before else own - known - state.slabs
         owners = self._second_contexts(device, with_contexts, 0 if gap is None else state.last_gap - gap)
         if gap is not None:
@@ -249,8 +251,8 @@ class LedgerReader:
         usages: Mapping[str, Usage | None],
         earlier: Mapping[str, Usage | None] | None,
     ) -> bool:
-        """Whether each framework held the same before and after NVML was read, according to `earlier` or to another
-        reading."""
+        """True if each framework holds the same number of bytes before and after NVML was read. The second figures are
+        `earlier`, or those of a new reading."""
         pooled = [name for name, one in frameworks.items() if one.pooled]
         if earlier is not None and same_held(earlier, usages, pooled):
             return True

@@ -133,7 +133,7 @@ class Case:
 
     @cached_property
     def exceeds_cap(self) -> bool:
-        if self.cap_headroom is None:  # then only a request above the whole cap is known to exceed it
+        if self.cap_headroom is None:  # with unknown headroom, only a request above the whole cap is known to exceed it
             cap = self.row.cap if self.row is not None else None
             return cap is not None and (self.classification.requested or 0) > cap
         return self.cap_headroom < self.needed
@@ -365,7 +365,7 @@ CAUSES = (
         lambda it: it.case.refused_by_cap,
         lambda it: f"{it.shut_out}; {it.place} {it.has} {it.card}{it.end}",
     ),
-    Cause(  # only current figures are known
+    Cause(  # the figures at the refusal are unknown
         "cap",
         lambda it: it.case.fits_unfragmented and it.request is None,
         lambda it: f"{it.cap} now; what was in use when the request failed is not known; {it.place} has {it.card}",

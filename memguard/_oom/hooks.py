@@ -123,7 +123,7 @@ def install(
     global _installed, _pid
     if _installed is not None:
         _installed.undo()
-    if _pid != os.getpid():  # a forked child: drop its parent's reports
+    if _pid != os.getpid():  # a forked child drops its parent's reports
         for kept in (_reports, _records, _caught_reports):
             kept.clear()
     installed = _installed = _Installed(read, sinks, clock)
@@ -203,7 +203,7 @@ def facts_of(error: BaseException) -> ErrorFacts:
 
     kind = type(error)
     try:
-        text = str.__getitem__(str(error), slice(None))  # a plain str, also of a subclass
+        text = str.__getitem__(str(error), slice(None))  # converts a subclass of str to plain str
         if len(text) > 2 * _MAX_TEXT:
             text = f"{text[:_MAX_TEXT]}\n{text[-_MAX_TEXT:]}"
     except KeyboardInterrupt:
@@ -408,10 +408,10 @@ def related(error: BaseException) -> tuple[BaseException | None, BaseException |
 
     Its class may have properties of these names, which raise or never return.
     """
-    # Of Python 3.11, or of the package `exceptiongroup` for older versions.
+    # Python 3.11's exception groups, or those of the package `exceptiongroup`.
     backport = sys.modules.get("exceptiongroup")
     group = getattr(builtins, "BaseExceptionGroup", None) or getattr(backport, "BaseExceptionGroup", None)
-    # For a group of another package, such as older versions of trio.
+    # A group of another package, such as older versions of trio.
     members: Any = _attributes_of(error).get("exceptions")
     if group is not None and issubclass(type(error), group):
         members = vars(group)["exceptions"].__get__(error)
@@ -460,7 +460,7 @@ def _plain_attribute(error: BaseException, name: str) -> int | str | None:
         value = getattr(error, name, None)
     except KeyboardInterrupt:
         raise
-    except BaseException:  # a property of the exception's class
+    except BaseException:  # a property of the exception's class may raise
         return None
     if type(value) is int:
         return value

@@ -250,7 +250,7 @@ def diagnose(
     if (why_no_help := request.why_no_help if request is not None else None) is not None:
         if why_no_help.kind in (NoHelp.NOTHING_IDLE, NoHelp.NOT_ASKED):
             why = f"{why}; no room was made: {why_no_help.text}"
-        else:  # this comes first, because a retry may be enough
+        else:  # the advice to retry comes first, because a retry may be enough
             why = f"no room was made for it: {why_no_help.text}; {why}"
         found = (*if_no_room_was_made(why_no_help.kind), *found)
     return Report(
@@ -311,7 +311,7 @@ def _holders(case: Case) -> tuple[MemoryHolder, ...]:
         if row.kind in ("framework", "overhead") and row.bytes is not None and row.bytes > 0
     ]
     rest = case.gpu.row("unaccounted").bytes or 0
-    if case.gpu.process is not None:  # otherwise it includes other processes' memory
+    if case.gpu.process is not None:  # the figure would include other processes' memory
         most = {row.name: min(row.at_most or rest, rest) for row in case.frameworks if row.bytes is None and rest > 0}
         found += [MemoryHolder("framework", name, size, upper_bound=True) for name, size in most.items()]
         rest -= sum(most.values())

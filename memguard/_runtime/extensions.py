@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], object]
 OnPoll = Callable[[list[Any]], object]
-"""Called with the claims of all processes at each poll of a budget that waits for its lease."""
+"""A callback for a budget that waits for its lease: each poll passes it the leases that all processes of the machine
+claim."""
 
 
 class BudgetLease(Protocol):
@@ -28,7 +29,7 @@ class BudgetLease(Protocol):
 
     held: bool
     kept: bool
-    """Whether the next budget takes the lease over."""
+    """True if the next budget takes over this lease."""
 
     def take(
         self,
@@ -40,11 +41,11 @@ class BudgetLease(Protocol):
         """Claim the lease, waiting up to `wait` seconds. Returns whether it had to wait."""
 
     def close(self) -> None:
-        """Release the lease. May be called again."""
+        """Release the lease. A second call does nothing."""
 
 
 class SessionContext(Protocol):
-    """The part of a session that extensions use."""
+    """The attributes and methods of a session that extensions use."""
 
     guard: Guard
     monitor: Monitor | None
@@ -78,11 +79,11 @@ class SessionContext(Protocol):
 
 
 class Extension:
-    """The feature of one section of a budget, from the preparation of its session to its end. By default a method does
-    nothing.
+    """Implements one section of a budget file for one session, from the session's preparation to its end. By default a
+    method does nothing.
 
-    There is no method for the end. `start` adds an undo step to `session.undo` before each change, because an
-    interruption may come between the two.
+    No method is called at the session's end. Instead `start` adds an undo step to `session.undo` before each change, so
+    that an interrupted `start` is undone too.
     """
 
     before_monitor: ClassVar[bool] = False
@@ -104,7 +105,7 @@ class Extension:
         """Called when a workload has ended after `seconds`. `failed`: the class name of its error."""
 
     def checkpoint(self) -> None:
-        """Called after `session.wake()`, on a thread of the program where the extension may trim and wait."""
+        """Called after `session.wake()`, on a thread of the program. The extension may trim and wait there."""
 
     @property
     def waiting(self) -> bool:

@@ -1,4 +1,5 @@
-"""Leak detection between repetitions of a workload, from the bytes in use after each and the bytes each adds. Pure."""
+"""Leak detection between repetitions of a workload, from the bytes in use after each and the bytes that each adds.
+Pure."""
 
 from __future__ import annotations
 
@@ -88,7 +89,7 @@ def _kept(afters: Sequence[int]) -> Sequence[int]:
 
 
 def _rises(kept: Sequence[int]) -> bool:
-    """Whether enough pairs rise. This cheap test comes first: the slopes of all pairs take a millisecond."""
+    """True if enough pairs rise. This cheap test comes before the slopes of all pairs, which take a millisecond."""
     count = len(kept)
     if count < 12:
         return count >= 4 and all(a < b for a, b in pairwise(kept))

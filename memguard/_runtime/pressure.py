@@ -4,10 +4,10 @@ Pure: no clock, thread, environment or GPU; times come from the samples. `decide
 sample and the previous state. A level rises as soon as its threshold is reached, and falls only below the threshold
 less the hysteresis.
 
-A forecast needs a steady rise over at least 3 s and 6 blocks, above all levels of the previous five minutes, with three
-quarters of the cap in use. Below three quarters the rise may be a model being loaded, or the first batch. So a leak is
-announced when three quarters of the cap are in use, at the earliest. A leak that is small compared with a workload's
-swings over several seconds is detected late; `leaks` detects it between repetitions.
+A forecast needs a steady rise over at least 3 s and 6 windows of half a second, above all levels of the previous five
+minutes, with three quarters of the cap in use. Below three quarters the rise may be a model being loaded, or the first
+batch. So a leak is announced when three quarters of the cap are in use, at the earliest. A leak that is small compared
+with a workload's swings over several seconds is detected late; `leaks` detects it between repetitions.
 
 Unaccounted memory has no cap, and no framework can trim it. So its steady rise is reported as a leak at any level:
 after 3 s if it is fast, after some minutes if it is slow.
@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from memguard._budget import MonitorConfig
 
 BLOCK = 0.5
-"""Seconds of a block. The slope uses the lowest level of each block, so that memory freed within a block adds none."""
+"""Length of a window (`_Block`) in seconds. The slope uses the lowest level of each window, so that memory allocated
+and freed within one window adds no slope."""
 BLOCKS = 20
-"""Number of blocks kept: ten seconds, or more if the interval is longer than a block."""
+"""Number of windows kept: ten seconds, or more if the sampling interval is longer than a window."""
 EVIDENCE = 3.0, 6
-"""The least duration of a rise, in seconds and in blocks."""
+"""The least duration of a rise, in seconds and in windows."""
 RISING = 6 / 7, 3 / 4
-"""The least share of rising pairs of blocks in a steady rise, with fewer than ten blocks and with more. It excludes
+"""The least share of rising pairs of windows in a steady rise, with fewer than ten windows and with more. It excludes
 chance and a single step, and tolerates noise."""
 FLOOR = 0.755
 """The least share of a cap in use for a forecast."""
@@ -47,7 +48,7 @@ AGAIN = 60.0
 LEAKED = 32 * MIB
 """The least rise of unaccounted memory for a leak, in bytes."""
 STEPS = 4
-"""The least number of blocks with a rise for a leak."""
+"""A leak needs a rise in at least this many windows."""
 UNACCOUNTED = "unaccounted"
 """The key of unaccounted memory, in place of a framework's name."""
 
@@ -120,15 +121,15 @@ def _names(devices: Sequence[Device]) -> dict[str, str]:
 
 
 class Action(NamedTuple):
-    """An action for the session. `kind`: log (level info), warn (level warning), callback (once for each event). If
-    `on_pressure` has them, also trim and raise (at the next checkpoint, never asynchronously)."""
+    """An action for the session. `kind`: log (level info), warn (level warning), callback (once for each event). Also
+    trim and raise, if `on_pressure` contains them: both at the next checkpoint, never asynchronously."""
 
     kind: str
     event: Event
 
 
 class _Block(NamedTuple):
-    """The lowest and highest level in half a second, in bytes, and the time of the lowest."""
+    """A window of `BLOCK` seconds: its lowest and highest level in bytes, and the time of the lowest."""
 
     number: int
     time: float
@@ -141,7 +142,7 @@ class _Track(NamedTuple):
 
     level: Pressure = Pressure.OK
     blocks: tuple[_Block, ...] = ()
-    peaks: tuple[tuple[int, int], ...] = ()  # before the blocks: (number of the half minute, peak level)
+    peaks: tuple[tuple[int, int], ...] = ()  # before the windows: (number of the half minute, peak level)
     announced: int | None = None  # the highest level so far of the announced rise
     rose: float = 0.0  # the time of that level
     warned: tuple[tuple[Pressure, float], ...] = ()
@@ -152,9 +153,8 @@ _NONE: Mapping[str, FrameworkSample] = MappingProxyType({})
 
 
 class _Level(NamedTuple):
-    """The needed bytes and their bound `top`. `base` is the part of both that no trim can return.
-
-    `others`: the clause that names the holder of the missing memory, if that is not this process.
+    """The needed bytes and their bound `top`. `base` is the part of both figures that no trim can return. `others`: the
+    clause that names the holder of the missing memory, if the holder is not this process.
     """
 
     used: int
@@ -185,7 +185,7 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
     """The state after a sample, and the actions. Every event has one log or warn action, and one callback action."""
     block = int(sample.time // BLOCK)
     if block == state._block and sample.devices == state._devices:
-        return state, []  # no figure has changed, and the block is not over
+        return state, []  # no figure has changed within this window
     tracks: dict[tuple[str | None, str | None], _Track] = {}
     actions: list[Action] = []
     before = {device.uuid: device.frameworks for device in state._devices} if block == state._block else {}
@@ -202,7 +202,7 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
                 and known.get(framework) == device.frameworks[framework]
                 and not level.rises  # `top` depends on the siblings too
             ):
-                tracks[key] = track  # unchanged figures within a block: unchanged state
+                tracks[key] = track  # unchanged figures within a window: unchanged state
                 continue
             track = _seen(track, sample.time, level.used)
             if track.level is not Pressure.OK or level.used >= settings.warn * level.top:
@@ -218,9 +218,10 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
 
 
 def needed(name: str, usage: FrameworkSample) -> int | None:
-    """The bytes of a framework that a trim would not return; None if it reports no figures.
+    """The bytes of a framework that a trim would not return to the driver; None if the framework reports no figures.
 
-    Held less reclaimable. Instead, in use if one of these is unknown or the framework never returns idle memory.
+    That is held less reclaimable; or in use, if held or reclaimable is unknown or the framework never returns idle
+    memory.
     """
     held, in_use, reclaimable, _ = usage
     if held is not None and reclaimable is not None and (in_use is None or name not in NEVER_GIVE_BACK):
@@ -284,7 +285,7 @@ def _tops(device: DeviceSample, bounds: Bounds, needs: Mapping[str, int | None])
 
 
 def _seen(track: _Track, time: float, used: int) -> _Track:
-    """Add a sample to the blocks."""
+    """Add a sample to the windows."""
     level, blocks, peaks, announced, rose, warned = track  # `_replace` takes four times as long
     number = int(time // BLOCK)
     if not blocks:
@@ -300,13 +301,13 @@ def _seen(track: _Track, time: float, used: int) -> _Track:
             peaks = _remembered(peaks, blocks[0], time)
             blocks = blocks[1:]
         blocks = (*blocks, _Block(number, time, used, used))
-    else:  # the clock was set back: earlier blocks are not comparable
+    else:  # the clock was set back: earlier windows are not comparable
         return _Track(level, (_Block(number, time, used, used),))
     return _Track(level, blocks, peaks, announced, rose, warned)
 
 
 def _remembered(peaks: tuple[tuple[int, int], ...], block: _Block, now: float) -> tuple[tuple[int, int], ...]:
-    """Add the peak of a dropped block, and drop peaks older than `MEMORY`."""
+    """Add the peak of a dropped window, and drop peaks older than `MEMORY`."""
     part = int(block.time // (MEMORY / 10))
     if peaks and peaks[-1][0] == part:
         if block.high <= peaks[-1][1]:
@@ -346,7 +347,7 @@ def _pressure(
 
 
 def _threshold(settings: Settings, threshold: float, reached: bool) -> float:
-    """The ratio at which a level begins, or ends if it is `reached`."""
+    """The ratio at which a level begins; if the level is `reached`, the ratio at which it ends."""
     return max(threshold - settings.hysteresis, threshold / 2) if reached else threshold
 
 
@@ -452,20 +453,21 @@ def _climb(track: _Track) -> _Climb | None:
         return None
     for part in (blocks[first:], blocks[first // 2 :], blocks, _threes(blocks)):
         slope = _slope(part)
-        # It must exceed earlier levels by two seconds of its slope: else it is a batch like earlier ones.
+        # A steady rise exceeds earlier levels by two seconds of its slope; a smaller rise is a batch like earlier ones.
         if slope > 0 and high > highest + 2 * slope:
             return _Climb(slope, high)
     return None
 
 
 def _beginning(blocks: Sequence[_Block]) -> int | None:
-    """The index of the first of the last blocks that satisfy `EVIDENCE`; None if there are too few blocks."""
+    """The index of the first window of the shortest recent run of windows that satisfies `EVIDENCE`; None if there are
+    too few windows."""
     last = range(len(blocks) - EVIDENCE[1], -1, -1)
     return next((n for n in last if blocks[-1].time - blocks[n].time >= EVIDENCE[0]), None)
 
 
 def _threes(blocks: Sequence[_Block]) -> list[_Block]:
-    """The lowest of every three blocks, so that memory allocated and freed within 1.5 s adds no slope."""
+    """The lowest window of every three, so that memory allocated and freed within 1.5 s adds no slope."""
     return [min(blocks[end - 3 : end], key=lambda block: block.low) for end in range(len(blocks), 2, -3)][::-1]
 
 

@@ -217,7 +217,7 @@ class Runtime:
     def init(
         self, budget: BudgetLike, replace: bool, simulate: str | Sequence[str] | None, missing_gpu: MissingGpu
     ) -> tuple[Guard, Session | None]:
-        """Implements `memguard.init`. Also returns the session if this call began one."""
+        """Implements `memguard.init`. Returns the guard, and the session if this call began one."""
         if missing_gpu not in get_args(MissingGpu):
             raise ValueError(f"missing_gpu is 'raise', 'warn' or 'simulate', found {missing_gpu!r}")
         if simulate is None and self.simulated_by_default is None and workers.disabled(os.environ):
@@ -316,7 +316,7 @@ class Runtime:
             if host is not None:
                 host.close()
             if isinstance(error, DeviceError) and (simulate is None if host is None else not host.simulated):
-                # Without a host the error already suggests simulated GPUs.
+                # If `open_host` itself failed, its error already suggests simulated GPUs.
                 more = [_WITHOUT] if host is not None else []
                 more += [_MISSING] if error.missing else []
                 raise DeviceError(error.advice.with_alternatives(*more), missing=error.missing) from None
@@ -349,7 +349,8 @@ class Runtime:
                 self.claimed.remove(lease)
 
     def _without_gpu(self, budget: Budget, before: Session | None, why: str) -> Session:
-        """A session with the budget on a simulated GPU in place of the missing real one. Prints that once."""
+        """A session with the budget on a simulated GPU in place of the missing real one. Prints once that the GPU is
+        simulated."""
         session = self._planned(budget, _STAND_IN, before)
         session.simulated_stand_in = True
         import_hook.warned = True
@@ -371,7 +372,8 @@ class Runtime:
             session.guard.stop()
 
     def _in_effect(self) -> Session | None:
-        """The session of the budget in effect, after undoing the rest of an interrupted one. Callers hold the lock."""
+        """The session of the budget in effect. First completes the undo of an interrupted session. Callers hold the
+        lock."""
         if self.claimed and not self.applying:
             self._release_unused_leases()
         found = self._state.session
@@ -390,7 +392,7 @@ class Runtime:
         session: Session | None = None
         try:
             session = Session(Guard(before.budget, before.host), extensions.load(before.budget, self.extensions))
-            session.guard.plan = before.plan  # with the changes by `resize`
+            session.guard.plan = before.plan  # the previous budget, with its changes by `resize`
             if lease is not None:
                 session.set_lease(lease)
             self._start(session)
@@ -479,7 +481,7 @@ class Runtime:
         A failure is logged if the block itself raised `error`, so that it does not replace that error.
         """
         if (session is None or self.session is not session) and (idle is None or idle is not self.idle):
-            return  # nothing to end: no lock needed
+            return  # nothing to end, so no lock is needed
         try:
             with self.lock:
                 if session is not None and self.session is session:
@@ -495,7 +497,7 @@ class Runtime:
         """Reset a forked child: no budget, and a new lock: the parent's threads may have held the inherited one."""
         self.lock, self.claiming, self.applying = ordered(InterruptSafeLock(), LockOrder.RUNTIME), False, False
         self.claimed.clear()
-        sample_callbacks.clear()  # callbacks may depend on threads of the parent
+        sample_callbacks.clear()  # drop them: callbacks may depend on threads of the parent
         before = self.session
         if before is None:
             return

@@ -1,8 +1,8 @@
 """The monitor: a daemon thread that takes samples, evaluates them with `pressure` and carries out the actions.
 
-It knows no GPU and no framework: its functions and its clock are injected. No error ends the thread: a failed sample is
-logged once and retried later, a failed callback is logged once. It keeps plain data only, and the text of an exception
-instead of the exception, because a traceback would keep the arrays of its frames alive.
+The module uses no GPU and no framework: the caller injects the functions and the clock. No error ends the thread: a
+failed sample is logged once and retried later, a failed callback is logged once. It keeps plain data only, and the text
+of an exception instead of the exception, because a traceback would keep the arrays of its frames alive.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Monitor:
         """Start the thread, also again after `stop`. Does nothing if it runs."""
         if self.alive:
             return
-        self._stop, self._begun = Flag(), Flag()  # new flags: an old thread that hangs must still end
+        self._stop, self._begun = Flag(), Flag()  # new flags: a hanging thread of an earlier `start` must still end
         self._thread = threading.Thread(
             target=self._run, args=(self._stop, os.getpid(), self._begun), name="memguard-monitor", daemon=True
         )
@@ -154,7 +154,7 @@ class Monitor:
         # `start` was interrupted. If the thread still begins, it ends at once.
         if thread.ident is None and not thread.is_alive():
             self._begun.wait(_BEGIN)
-        if self._begun.is_set():  # else `join` would raise
+        if self._begun.is_set():  # `join` raises for a thread that has not begun
             thread.join(JOIN)
 
     def pause(self, seconds: float) -> bool:
@@ -206,7 +206,7 @@ class Monitor:
             try:
                 begun = self._cpu()
                 self._tick_unless_paused(lambda: stop.is_set() or os.getpid() != pid)
-                if os.getpid() != pid:  # a callback forked, and this is the child
+                if os.getpid() != pid:  # this is a child that a callback forked
                     return
                 cost = self._cpu() - begun
                 debt += cost if 0.0 <= cost <= _MOST else 0.0
@@ -234,7 +234,7 @@ class Monitor:
         return min(interval * 2.0 ** min(self._failures, 30), max(SLOWEST_RETRY, interval))
 
     def _tick_unless_paused(self, over: Callable[[], bool]) -> None:
-        self._ticking = True  # before the read of `_paused`: `pause` sets `_paused`, then reads `_ticking`
+        self._ticking = True  # set before `_paused` is read: `pause` sets `_paused`, then reads `_ticking`
         try:
             if not self._paused:
                 self._tick(over)

@@ -47,7 +47,7 @@ WITHOUT_MONITOR = (
 )
 
 _thread = threading.local()
-"""`session`, on a monitor thread: the session whose budget a callback on that thread may end."""
+"""On a monitor thread, `_thread.session` is the session that the thread monitors."""
 
 
 def outlived(active: Session | None) -> bool:
@@ -72,12 +72,12 @@ class Session:
         self.undo = Undo()
         """Undo steps that run at the budget's end, while its caps still hold."""
         self._pending_trims: deque[Event | None] = deque(maxlen=64)
-        """Trims for the next checkpoint; None calls the extensions there."""
+        """Trims for the next checkpoint. An entry None makes that checkpoint call the extensions."""
         self._pending_errors: dict[tuple[str | None, str | None], Event] = {}
         """UnderPressure errors for the next checkpoint, by UUID and framework."""
         self._settings: pressure.Settings | None = None
         self.lease: BudgetLease | None = None
-        """The budget's lease on its GPUs, if it has one. The guard's last undo step releases it."""
+        """The lease on the GPUs, if the budget has one. The guard's last undo step releases it."""
         self.simulated_stand_in = False
         """Whether a simulated GPU replaces a missing one. Then `init` with the same budget returns this session."""
         self._workloads = Workloads()
@@ -101,7 +101,7 @@ class Session:
         return next((look for look in looks if look is not None), None)
 
     def set_lease(self, lease: BudgetLease) -> None:
-        """Set the budget's lease, which is unclaimed or taken over. It is released after all caps."""
+        """Set the budget's lease: a new unclaimed one, or the previous budget's. It is released after all caps."""
         self.lease = lease
         self.guard.undo.add("the lease", lease.close)
 
@@ -168,7 +168,8 @@ class Session:
         return self.monitor
 
     def _at_exit(self) -> None:
-        """Called when the program ends without `shutdown`. Does nothing in a forked child, which inherits it."""
+        """Called when the program ends without `shutdown`. Does nothing in a forked child, which inherits the
+        registration."""
         if self._pid != os.getpid():
             return
         if self.monitor is not None:
@@ -337,7 +338,7 @@ class Session:
             self._call(event)
         for extension in self.extensions:
             extension.tick(sample)
-        if sample_callbacks and sample.devices:  # without devices: a reading that failed
+        if sample_callbacks and sample.devices:  # a sample without devices comes from a failed NVML reading
             from memguard._runtime.callbacks import give
 
             give(sample_callbacks, sample, lambda: self.active)

@@ -30,14 +30,15 @@ if TYPE_CHECKING:
     from memguard._runtime.sampler import Monitor
 
 PEAKS_EVERY = 10.0
-"""Seconds between two lines with the peaks of the last sample. Peaks never fall, so few lines suffice."""
+"""Seconds between two lines with allocators' peaks. Peaks never fall, so few lines suffice."""
 GROWN = 0.01
 """A peak is written again once it has grown by this fraction, which bounds the number of lines."""
 WORKLOAD = "workload"
 SPANS_EVERY = 1.0
-"""Short workloads of one name within so many seconds become one event: each training step may be a workload."""
+"""Seconds within which short workloads of one name are merged into one event: each training step may be a workload."""
 MOST = 20
-"""The most names with their own event in that time. Other names share one: a program may number its steps."""
+"""The most workload names with an event of their own within that time. Further names share one event: a program may
+number its steps."""
 OTHERS = "other workloads"
 _HANGS = 0.5
 """Seconds after which the monitor's sample counts as hanging, at the end of the program or budget."""
@@ -92,7 +93,7 @@ def _writer(session: SessionContext) -> Writer:
 
 
 class Peaks:
-    """The last written peaks. For one thread at a time; two threads could at worst write a line twice."""
+    """The last written peaks. Used by one thread at a time; a second thread could at worst write a line twice."""
 
     def __init__(self, every: float = PEAKS_EVERY, clock: Callable[[], float] = time.monotonic) -> None:
         self._every, self._clock = every, clock
@@ -223,8 +224,8 @@ class TimelineExtras:
     def last(self) -> bool:
         """Write a final sample and the peaks, to cover the time since the monitor's last sample.
 
-        Skipped if the monitor's sample hangs in the driver, as this one would, and during interpreter finalization.
-        Returns whether the sample was written.
+        Skipped during interpreter finalization, and if the monitor's sample hangs in the driver, because this sample
+        would hang too. Returns whether the sample was written.
         """
         if sys.is_finalizing() or self._pid != os.getpid():  # a forked child: nobody releases inherited locks
             return False

@@ -1,8 +1,9 @@
-"""Detects processes where `memguard.init` applies no budget (workers, MEMGUARD_DISABLE, no GPU), and has their guards.
+"""Detects processes where `memguard.init` applies no budget (workers, MEMGUARD_DISABLE, no GPU), and defines the guards
+that it returns there.
 
 `spawn` and `forkserver` (the default from Python 3.14 on) import the parent's script in each worker. That runs a
-`memguard.init` at module level again. It would give every worker the whole budget, so it applies nothing there unless
-MEMGUARD_CHILDREN is set.
+`memguard.init` at module level again. Applied there, the budget would give every worker the whole cap. So `init`
+applies nothing in a worker unless MEMGUARD_CHILDREN is set.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def reimporting(modules: Mapping[str, object]) -> bool:
 
 
 def from_fork_server(modules: Mapping[str, object], command: Sequence[str]) -> bool:
-    """In a forked child: whether its parent is multiprocessing's fork server, not a worker."""
+    """True in a forked child of multiprocessing's fork server; False in a forked child of a worker."""
     parent = getattr(modules.get("multiprocessing.process"), "parent_process", None)
     return any("multiprocessing.forkserver" in word for word in command) and callable(parent) and parent() is None
 
@@ -127,7 +128,7 @@ class IdleGuard(_Inactive):
     guard do not exist: access raises AttributeError with the reason.
     """
 
-    plan = Plan(())  # overrides the guard's property
+    plan = Plan(())  # replaces a property of the class by an attribute
 
     def __init__(self, why: str, given: Any) -> None:  # not Guard's, which needs GPUs
         self.why, self.given = why, given

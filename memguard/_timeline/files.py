@@ -14,7 +14,7 @@ from memguard.errors import TimelineError
 
 _CLOEXEC, _NOFOLLOW = getattr(os, "O_CLOEXEC", 0), getattr(os, "O_NOFOLLOW", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
-"""With it, opening a FIFO without a writer returns at once, and the check below refuses it."""
+"""With O_NONBLOCK, opening a FIFO without a writer returns at once, and the check below refuses the FIFO."""
 
 _NUMBERED = re.compile(r"(.*[^/])\.\d{1,9}((?:\.[^./]*)?)", re.ASCII | re.DOTALL)
 """The path of an older part, as `rotated` makes it: without the number it is the newest file's."""
@@ -69,7 +69,7 @@ def _beside(path: str) -> list[tuple[int, str]]:
     pattern = re.compile(re.escape(stem) + r"\.(\d{1,9})" + re.escape(suffix), re.ASCII)
     try:
         names = os.listdir(folder or os.curdir)
-    except OSError:  # opening the file itself will raise with the reason
+    except OSError:  # opening the file later raises the error
         return []
     found = ((pattern.fullmatch(name), name) for name in names)
     return [(int(match[1]), os.path.join(folder, name)) for match, name in found if match]
@@ -101,7 +101,7 @@ def open_regular(path: str, flags: int = 0) -> BinaryIO:
             if opened:
                 close(opened)
     finally:
-        if opened:  # again: a Ctrl-C may have interrupted the close above
+        if opened:  # true if a Ctrl-C interrupted the close above
             close(opened)
 
 

@@ -17,7 +17,7 @@ VERSION = 1
 MAGIC = b'{"memguard_timeline":'
 """The first bytes of every file. A file without them is not a timeline and is never changed."""
 MAX_LINE = 1 << 20
-"""Bytes. The writer writes no longer line, and the reader never loads one into memory."""
+"""The longest line in bytes. The writer writes no longer line, and the reader never loads one into memory."""
 MAX_SECONDS = 1e10
 """Upper bound of a time, and of an event's `seconds`: three centuries."""
 MAX_WHOLE = 1 << 63
@@ -99,7 +99,7 @@ class Columns:
         self.frameworks: list[str] = []
         self.caps: list[list[int | None]] = []
         self.texts: dict[tuple[int, str], tuple[FrameworkSample, str]] = {}
-        """By GPU and framework, its last written figures and their text: they rarely change."""
+        """The last written figures of each framework, with their text, by GPU and framework: figures rarely change."""
 
     def as_dict(self) -> dict[str, Any]:
         devices = [list(row) for row in zip(self.devices, self.totals, self.limits, strict=True)]
@@ -154,7 +154,7 @@ def oom_line(time: float, report: Mapping[str, Any], most: int) -> bytes:
 
 
 def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
-    """The line, and whether the columns changed for it. If they did, write the columns first."""
+    """Returns the line, and whether it needs new columns. If so, the caller writes the columns first."""
     changed = False
     rows = []
     names, texts = columns.frameworks, columns.texts

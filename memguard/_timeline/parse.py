@@ -125,7 +125,7 @@ class Parser:
             record = _DECODER.decode(raw.decode())
         except RecursionError:
             self.fail("malformed JSON: nested too deeply", remove)
-        except ValueError as error:  # also for invalid UTF-8
+        except ValueError as error:  # UnicodeDecodeError is a ValueError
             self.fail(f"malformed JSON: {malformed(error)}", remove)
         if not isinstance(record, dict):
             self.fail("not a JSON object", remove)
@@ -231,7 +231,7 @@ class Parser:
 
 
 def _why(error: Exception) -> str:
-    """The error of a record, in words: Python's own messages describe this module, not the file."""
+    """The error of a record, as a sentence about the file: Python's own messages describe this module."""
     if isinstance(error, KeyError):
         return f"{short(error.args[0])} is missing"
     if isinstance(error, (ValueError, OverflowError)) and "unpack" not in str(error):
@@ -272,7 +272,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _finite(text: str) -> float:
     number = float(text)
-    if math.isinf(number):  # 1e999
+    if math.isinf(number):  # for example 1e999
         raise ValueError(f"{short(text)} is too large a number")
     return number
 

@@ -82,7 +82,7 @@ class Timeline:
         return f"{head}\n{plan_html(self.plan, None, self._notes)}"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """The text that IPython shows in a terminal."""
+        """Prints the text that IPython shows in a terminal."""
         printer.text(str(self))
 
     @property
@@ -122,7 +122,7 @@ class Timeline:
         return (record for record in self._read(b',"oom":') if isinstance(record, Oom))
 
     def _read(self, only: bytes, progress: Records | None = None) -> Iterator[Record]:
-        """All records, or only those whose line has `only` right after its time. Updates `progress`."""
+        """All records, or only those whose line has the text `only` right after the time. Updates `progress`."""
         for part in self._parts:
             file = self._open(part)
             if file is None:

@@ -23,7 +23,7 @@ from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 from memguard._timeline.format import Oom
 
 _MOMENT, _REPORT = 0.01, 1.0
-"""The most seconds between two times of one request: to its recorded moment, and to its later report."""
+"""The most seconds between a request's event and its recorded moment, and between its event and its report."""
 REGIONS = frozenset(row.name for row in SPECS.values() if row.regions)
 """Frameworks whose pool grows by regions that it neither joins nor returns: a request must fit into one of them."""
 MOST = 1000
@@ -48,7 +48,8 @@ class Refusal:
 
     @property
     def need(self) -> int:
-        """The least memory that would have served it. If the cap refused, it is more than that cap."""
+        """The least memory under which the request would have succeeded. If the cap refused it, this is more than that
+        cap."""
         need = (self.held or 0) + (self.asked or 0)
         return need if self.full or self.cap is None else max(need, self.cap + GRANULE)
 
@@ -58,7 +59,7 @@ class Reported:
     """The refusal of an out-of-memory report. `moment` is its time, None if only the report's time is known.
 
     `exact`: `held` is from that moment, and not from the last sample. `event` is the unique time of the event that
-    counts it; None if the report does not name it.
+    counts the request; None if the report names no event.
     """
 
     refusal: Refusal
@@ -68,13 +69,14 @@ class Reported:
 
 
 def moment_of(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The report's figures from the moment of the refusal; empty if it has none."""
+    """The report's figures from the moment of the refusal; empty if the report has none."""
     moment = report.get("moment")
     return moment if isinstance(moment, Mapping) else {}
 
 
 def is_counted(report: Mapping[str, Any]) -> bool:
-    """Whether an event counts the report's request: its allocator reported it at the refusal."""
+    """True if the allocator reported the request when it refused it: then an event of the timeline counts the request
+    too."""
     return moment_of(report).get("source") in ("refusal", "observer")
 
 
@@ -137,7 +139,7 @@ def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Repor
 
 
 def _merged(event: Refusal, report: Reported) -> Refusal:
-    """The report's figures of the moment, if any, or else the figures with the larger need; and the event's count.
+    """The report's figures of the moment if it has them, else the figures with the larger need; with the event's count.
 
     The figures of an event of several requests are another request's, unless only time and size matched them.
     """
@@ -172,7 +174,7 @@ class RefusalCollector:
         return {key: once(events, self._reported[key]) for key, events in self._refused.items()}
 
     def key(self, name: object, uuid: object) -> Key | None:
-        """The key; None for an unknown framework, or for a GPU outside the plan."""
+        """The key of the refusal; None for an unknown framework, or for a GPU outside the plan."""
         if uuid is None:
             uuid = self._first
         if name not in FRAMEWORKS or not isinstance(name, str) or uuid not in self._known:
@@ -266,7 +268,8 @@ class RefusalCollector:
         return pinned
 
     def _before(self, key: Key) -> tuple[int | None, int | None, int | None]:
-        """By the last sample: the framework's unreclaimable bytes, its cap, and the GPU's free memory."""
+        """Figures of the last sample: the framework's unreclaimable bytes, the framework's cap, and the GPU's free
+        memory."""
         uuid, name = key
         devices: tuple[DeviceSample, ...] = () if self.last is None else self.last.devices
         device = next((one for one in devices if one.uuid == uuid), None)
@@ -280,7 +283,8 @@ class RefusalCollector:
 def pooled(plan: Plan) -> set[str]:
     """The UUIDs of the GPUs on which frameworks share a joint cap.
 
-    Older timelines do not name its frameworks: there the sum shows it, in which a joint cap counts once.
+    Older timelines do not name the frameworks of a joint cap. There it follows from the plan's sum of caps, which
+    counts a joint cap once.
     """
     return {
         part.device.uuid

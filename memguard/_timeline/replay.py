@@ -1,4 +1,5 @@
-"""Replay a timeline under another budget: the frameworks that would have hit a cap, when; the smallest budget. Pure.
+"""Replay a timeline under another budget: which framework would have exceeded its cap and when, and the smallest budget
+that fits. Pure.
 
 A sample shows an allocator's memory under the caps at the time. Under a smaller cap the allocator would first have
 trimmed its idle memory, so the replay compares the cap with a framework's unreclaimable memory:
@@ -35,7 +36,8 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class Above:
-    """How often a figure exceeded its bound. `first` is as of `time.time()`, `most` the largest excess in bytes.
+    """Counts how often a figure exceeded its bound. `first` is the time of the first excess, as of `time.time()`;
+    `most` is the largest excess in bytes.
 
     `times` counts the rises above the bound, `samples` the samples above it.
     """
@@ -48,12 +50,12 @@ class Above:
 
 @dataclass(frozen=True)
 class TimelineFramework:
-    """One framework on one GPU, in bytes. `cap` is None if the budget does not name it. `needs` is its least
-    in the samples.
+    """One framework on one GPU, in bytes. `cap` is None if the budget does not name the framework. `needs` is the
+    smallest limit under which no sample shows a refusal.
 
-    `requests` counts the requests refused while recording; `again` whether this cap would refuse them: None if it is
-    large enough for each of them. `unmet` is their largest need. `peak` is its largest use by its allocator, None if
-    the allocator does not report it.
+    `requests` is the number of requests refused while recording, and `unmet` is their largest need. `again`: the cap
+    would refuse them again; None if the cap is large enough for each of them. `peak` is the allocator's own peak of
+    bytes in use; None if the allocator reports none.
     """
 
     framework: str
@@ -73,12 +75,12 @@ class TimelineFramework:
 
     @property
     def least(self) -> int:
-        """The smallest limit that would have served all known needs."""
+        """The smallest limit that would have met all known needs."""
         return max(self.needs, self.peak or 0, self.unmet)
 
     @property
     def times(self) -> str:
-        """How often it would have been refused, as far as known."""
+        """The number of refusals under the cap, as text; `?` if unknown."""
         if self.requests and self.again:
             return str(max(self.requests, self.refused.times))
         return str(self.refused.times or "?") if self.requests else str(self.refused.times)
@@ -86,9 +88,10 @@ class TimelineFramework:
 
 @dataclass(frozen=True)
 class TimelineDevice:
-    """One GPU. `overhead` is compared with the reserve; `outside` is the most bytes outside all frameworks.
+    """One GPU. `overhead` counts samples whose overhead exceeds the reserve; `outside` is the largest number of bytes
+    outside all frameworks.
 
-    `together`: elastic frameworks needed more at the same time than the others' caps and minima leave.
+    `together`: at the same time, elastic frameworks needed more than the GPU has beyond the other caps and minima.
     """
 
     device: int
@@ -140,7 +143,8 @@ class TimelineOutcome:
 
     @property
     def fits(self) -> bool:
-        """Whether no framework would have been refused, with its arrays at their recorded positions."""
+        """True if the replay refuses no framework's request. It places arrays at their recorded addresses, so
+        fragmentation counts too."""
         return not any(
             row.refused.times or row.fragments.times or (row.requests and row.again) for row in self.frameworks
         ) and not any(gpu.together.times for gpu in self.devices)
@@ -247,7 +251,7 @@ class _Count:
         self.now, self.times, self.samples, self.most = False, 0, 0, 0
 
     def see(self, time: float, by: int) -> None:
-        """Count one sample, `by` bytes above the bound; 0 or less: it is within the bound."""
+        """Count one sample that is `by` bytes above the bound; 0 or less is within the bound."""
         if by > 0:
             self.samples += 1
             self.times += not self.now
@@ -256,7 +260,7 @@ class _Count:
         self.now = by > 0
 
     def at_least(self, time: float, by: int) -> None:
-        """Count one excess by the time `time`, unless a sample has already shown as large a one."""
+        """Count one excess that happened by `time`, unless an earlier sample shows an excess at least as large."""
         if by > self.most:
             self.most, self.times = by, max(self.times, 1)
             self.first = time if self.first is None else self.first
@@ -273,7 +277,7 @@ class _Cell:
         self.cap, self.pool = cap, name in NEVER_GIVE_BACK
         self.held: int | None = None
         self.in_use: int | None = None
-        self.peak: int | None = None  # largest use, by its allocator
+        self.peak: int | None = None  # the allocator's own peak of bytes in use
         self.needs, self.silent = 0, False
         self.requests = 0
         self.refused, self.fragments, self.cache = _Count(), _Count(), _Count()
@@ -331,7 +335,7 @@ class _Gpu:
                 more += max(needed - self.least[name], 0)
             known = known and usage.held is not None
         if known and device.unaccounted is not None and device.unaccounted > 0:
-            outside += device.unaccounted  # otherwise it may contain memory of a framework that does not report held
+            outside += device.unaccounted  # excluded if a framework does not report its held bytes
         self.outside = max(self.outside, outside)
         self.together.see(time, more - self.spare)
         self.above.see(time, overhead - self.part.reserve)

@@ -44,7 +44,7 @@ class _Line(NamedTuple):
 
 
 def thin(lines: Iterable[bytes], room: int, every: float | None) -> Thinned:
-    """Keep at most `room` bytes of the lines, headers among them. `every` is the last thinning's interval, or None.
+    """Keep at most `room` bytes of the lines, including headers. `every` is the last thinning's interval, or None.
 
     Reports are kept first, then events (in up to half of the remaining room), then peaks, then other samples. Of
     reports and events the newest are kept. Raises ValueError, LookupError or TypeError if a line is damaged.
@@ -117,7 +117,7 @@ def _peaks(samples: list[_Line], columns: list[dict[str, Any]]) -> list[_Line]:
             uuid = names["devices"][at][0]
             for what, value in (("used", used), ("process", process), ("overhead", overhead)):
                 see((uuid, what), value, line)
-            if all(not usage or usage[0] is not None for usage in found):  # else `unaccounted` may contain a pool
+            if all(not usage or usage[0] is not None for usage in found):  # else `unaccounted` may include pool bytes
                 see((uuid, "outside"), overhead + max(unaccounted or 0, 0), line)
             for position, usage in enumerate(found):
                 if usage:

@@ -24,13 +24,14 @@ LIMIT = 64 * MIB
 """Bytes of all files together: more than a day of six frameworks on one GPU, at two samples a second."""
 MIN_LIMIT = 512 * KIB
 _PARTS = 32
-"""A file is full at 1/32 of the limit. One part is kept for the thinned records, one as room to thin in."""
+"""A file is full at 1/32 of the limit. One part is reserved for the thinned records, and one for writing the next
+thinned part."""
 _LOCK_TIMEOUT = 2.0
 """Seconds that a thread waits for another thread's write: a disk that hangs must not hang the user's program."""
 _CLOSING_TIMEOUT = 5.0
 """Seconds that a new timeline waits for a write of another thread to the file of a closed one."""
 _RETRY = 5.0
-"""Seconds between attempts while the disk is full or the folder is gone."""
+"""Seconds between attempts while the disk is full or the folder is missing."""
 
 
 _ONE_SAMPLE, _ONE_EVENT = Dropped(samples=1), Dropped(events=1)
@@ -72,8 +73,8 @@ class Writer:
         self._say, self._clock, self._locked = say, clock, LockedRunner(order=LockOrder.TIMELINE)
         self._pending: deque[Callable[[], object]] = deque()  # records that arrived during another write
         self._begun = False
-        self._closing = False  # closed; the lock's holder closes the file if `close` cannot
-        self._writing = 0  # the thread that held the lock last
+        self._closing = False  # `close` was called; if it cannot take the lock, the lock's holder closes the file
+        self._writing = 0  # the id of the thread that held the lock last
         self._limit, self._most = limit_bytes, limit_bytes // _PARTS
         self._columns, self._dirty = records.columns_of(plan), False
         recorded = datetime.fromtimestamp(clock(), UTC).isoformat(timespec="milliseconds")
@@ -89,7 +90,7 @@ class Writer:
                 fix=f"give timeline_size at least {least}",
             )
         self._opened: list[int] = []
-        self._moved: list[int] = []  # descriptor of a moved file while a new file replaces it
+        self._moved: list[int] = []  # the descriptor of a moved file, until a new file replaces it
         self._size = 0
         self._parts: list[_Part] = []
         self._kept: _Part | None = None
@@ -102,7 +103,7 @@ class Writer:
             self.begin()
 
     def begin(self) -> None:
-        """Create the file, and write earlier records. Call it once."""
+        """Create the file, and write the records received so far. Call it once."""
         with self._or_refused():
             try:
                 self._locked.run(self._begin_first, _LOCK_TIMEOUT)
@@ -217,7 +218,7 @@ class Writer:
                 self._say(message)
 
     def _finish_pending(self, patience: float) -> None:
-        """Do the work that arrived during another write: write the waiting records, and close.
+        """Write the records that arrived during another write, then close the file if `close` was called.
 
         Every holder of the lock calls this after its release. So if another thread holds the lock for more than
         `patience` seconds, that thread does the work.
@@ -286,15 +287,15 @@ class Writer:
         if self._opened:
             about = os.fstat(self._opened[-1])
             size = about.st_size
-            # No room: the file is full, was truncated, or ends in half a line that could not be removed.
+            # False if the file is full, was truncated, or ends in half a line that could not be removed.
             room = size == self._size and size + len(line) <= self._most
-            if about.st_nlink == 0:  # the file was removed, so written records would be lost
+            if about.st_nlink == 0:  # the file was removed: records written to it would be lost
                 self._shut()
                 self._pending_message = f"the timeline {self.path} was removed: it is begun anew"
             elif not self._in_place(about) and not self._follow(about):
                 self._replace_moved(room)
             elif not room:
-                self._rename(size, own=True)  # before the close: if it fails, a closed file would block the path
+                self._rename(size, own=True)  # before the close: if the rename fails, the file stays open
                 self._shut()
         if not self._opened:
             self._begin()
@@ -343,7 +344,8 @@ class Writer:
         )
 
     def _wait_for_closing_writer(self) -> bool:
-        """Wait for another thread's write through a closed writer of this file. Whether the file is free then."""
+        """Wait until a closed writer of this file has finished a write on another thread. True if no writer uses the
+        file afterwards."""
         for one in list(_closing_writers.values()):
             if one._pid == os.getpid() and not one._locked.held_here and one._writes(self.path):
                 one._finish_pending(_CLOSING_TIMEOUT)
@@ -376,7 +378,7 @@ class Writer:
         return records.header_line(head, self._columns)
 
     def _in_place(self, about: os.stat_result) -> bool:
-        """Whether the path still names the open file."""
+        """True if the path still leads to the open file."""
         try:
             there = os.lstat(self.path)
             return there.st_ino == about.st_ino and there.st_dev == about.st_dev
@@ -391,7 +393,7 @@ class Writer:
             return False
         try:
             where = os.readlink(f"/proc/self/fd/{self._opened[-1]}")
-            renamed = os.path.basename(where) != os.path.basename(self.path)  # moved alone, without its parts
+            renamed = os.path.basename(where) != os.path.basename(self.path)  # the user moved only this file
             if renamed or not os.path.samestat(os.lstat(where), about):
                 return False
         except OSError:

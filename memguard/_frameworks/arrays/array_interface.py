@@ -78,11 +78,11 @@ def _layout(typestr: Any, shape: Any, given: Any) -> tuple[str, tuple[int, ...],
 
 
 class WithInterface:
-    """Shared memory with an array interface. Arrays created from this object reference it, and it references the
-    lifetime.
+    """Shared memory with an array interface. Arrays created from this object reference the object, and the object
+    references the lifetime.
 
-    `stream` is the user's stream, which has been made to wait for the memory. Without it, the memory is ready for any
-    stream.
+    `stream` is the user's stream, which has been made to wait for the memory. Without `stream`, the memory is ready for
+    any stream.
     """
 
     def __init__(self, view: View, lifetime: Lifetime, stream: int | None = None) -> None:

@@ -1,6 +1,7 @@
 """The contract of a framework's array adapter: one class in the `arrays.py` of the framework's folder.
 
-The framework's row names the class (`Exchanged`); `tests/contract` and `tests/gpu/test_exchange.py` test every class.
+The framework's `spec.py` names the class (`Exchanged`); `tests/contract` and `tests/gpu/test_exchange.py` test every
+class.
 
 - Only the framework's own file imports the framework, inside methods. Callers use `owns` only after its import.
 - `offer` describes an array and does not wait for work on it. It raises CannotShare if not even a copy is possible
@@ -34,25 +35,26 @@ class Arrays(ABC):
     module: ClassVar[str]
     """The module whose import loads the framework."""
     call: ClassVar[str]
-    """The framework's function behind `import_view`, for the documentation."""
+    """The framework's public function that `import_view` calls, as the documentation names it."""
     waits: ClassVar[str]
-    """What waits for the producer's work if this framework is the consumer: its `stream`, or the `host`."""
+    """Who waits for the producer's work if this framework is the consumer: the framework's `stream`, or the `host`."""
     takes_stream: ClassVar[bool] = True
     """Whether a user can name the stream that will use the array. False if the framework chooses its streams itself."""
 
     own_contexts: ClassVar[bool] = False
     """Whether the framework may work in another context than the GPU's primary one. If so, callers call `context`."""
     copies_on: ClassVar[bool] = False
-    """Whether it can queue a copy on the user's stream. Otherwise it copies on its own stream, or the host waits."""
+    """Whether the framework can queue a copy on the user's stream. Otherwise it copies on a stream of its own, or the
+    host waits."""
     direct: ClassVar[bool] = True
-    """Whether it copies directly from GPU to GPU wherever one can access the other's memory, as measured rates show
-    (264 to 377 GB/s on two H200s)."""
+    """Whether the framework copies directly between two GPUs if one can access the other's memory, as measured rates
+    show (264 to 377 GB/s on two H200s)."""
     immutable: ClassVar[bool] = False
     """Whether the framework never writes to an existing array."""
     keeps_readonly: ClassVar[bool] = False
-    """Whether it supports read-only arrays, so that it may import read-only memory."""
+    """Whether the framework supports read-only arrays, so that it may import read-only memory."""
     compacts: ClassVar[Layout | None] = Layout.FORWARD
-    """Which arrays `compact` can copy: all, only arrays without gaps (to align them), or none."""
+    """The arrays that `compact` can copy: all, only arrays without gaps (to align them), or none."""
 
     @property
     def name(self) -> str:
@@ -71,7 +73,8 @@ class Arrays(ABC):
         """The framework's description of the array. Raises CannotShare if not even a copy is possible."""
 
     def obstacle(self, x: Any) -> Obstacle | None:
-        """Why this array may not be shared, for a reason other than its memory: autograd, for example."""
+        """The reason why this array must not be shared, other than its memory: for example autograd. None if it may
+        be."""
         return None
 
     def ready(self, offer: Offer, stream: int | None) -> None:
@@ -101,14 +104,15 @@ class Arrays(ABC):
 
     @abstractmethod
     def copy(self, array: Any, device: int | None) -> Any:
-        """A copy of one of its arrays in the framework's own memory, on the GPU `device` (None: the host)."""
+        """A copy of one of the framework's arrays in the framework's own memory, on the GPU `device` (None: the
+        host)."""
 
     @abstractmethod
     def compact(self, x: Any) -> Any:
         """A compact, row-major copy in memory from an aligning allocator. See `compacts`."""
 
     def copy_on(self, array: Any, device: int, stream: int) -> Any:
-        """As `copy`, on the array's own GPU, queued on `stream` without waiting. See `copies_on`."""
+        """Like `copy`, but on the array's own GPU, and queued on `stream` without waiting. See `copies_on`."""
         raise NotImplementedError(self.name)
 
     def flip(self, array: Any, axes: tuple[int, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Decides whether one framework can share another's memory in place; if not, gives reason and remedy. Pure.
+"""Decides whether one framework can share another framework's memory in place; if not, returns reason and remedy. Pure.
 
 The rules were measured on an H200 (docs/exchange.md): PyTorch aborts the process on negative strides, TensorFlow on an
 address that is not a multiple of 64. XLA rejects an address that is not a multiple of 16 at the first use of the array.
@@ -14,7 +14,7 @@ from memguard._frameworks.arrays.view import ITEM_SIZES, View, compact
 from memguard._frameworks.specs import SPECS
 
 MOST_DIMENSIONS = 64
-"""NumPy's limit, which applies because NumPy creates the DLPack capsules."""
+"""NumPy's largest number of dimensions, which applies because NumPy creates the DLPack capsules."""
 
 
 class Layout(Enum):
@@ -29,7 +29,7 @@ class Layout(Enum):
 class Traits:
     """The properties of a framework's arrays.
 
-    title         its name in sentences: for a framework of the budget, the title in its row
+    title         its name in sentences: for a framework of the budget, the title in its spec
     alignment, host_alignment  its addresses must be multiples of this many bytes, on a GPU and on the host. On a GPU
                   they must also be multiples of the element size: a kernel that reads any other address destroys the
                   context for the whole process

@@ -19,7 +19,7 @@ CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13  # DLDeviceType
 _KINDS = (CPU, CUDA, CUDA_HOST, CUDA_MANAGED)
 _READ_ONLY = 1  # DLPACK_FLAG_BITMASK_READ_ONLY
 _TENSOR = struct.Struct("@QiiiBBHQQQ")
-"""A `DLTensor`: address, device type and number, dimensions, dtype code, bits and lanes, shape, strides, offset."""
+"""A `DLTensor`: address, device type and index, dimensions, dtype code, bits and lanes, shape, strides, offset."""
 _VERSION = struct.Struct("@IIQQQ")
 """The fields before the `DLTensor` in a versioned capsule: major and minor version, context, deleter, flags."""
 _Tensor, _Version = ctypes.c_char * _TENSOR.size, ctypes.c_char * _VERSION.size
@@ -43,7 +43,7 @@ class BadCapsule(ValueError):
 def read(capsule: Any) -> View:
     """Read the array in an unconsumed capsule, which keeps the memory alive.
 
-    The view's `device` is the capsule's device number, in the producer's numbering. Raises BadCapsule for an unknown
+    The view's `device` is the capsule's device index, in the producer's numbering. Raises BadCapsule for an unknown
     dtype, packed lanes, or another type of device.
     """
     readonly = False
@@ -98,8 +98,8 @@ def _numbers(ndim: int) -> tuple[Any, Callable[[Any], tuple[int, ...]]]:
 def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
     """Create an unversioned capsule over this memory. The lifetime ends when the consumer frees its last view.
 
-    `device` is the GPU's number for the consumer, None for the host. NumPy creates the capsule from an array that
-    nothing reads, and this function overwrites the fields that NumPy cannot set. This way the capsule has NumPy's
+    `device` is the GPU's index in the consumer's numbering, None for the host. NumPy creates the capsule from an array
+    that nothing reads, and this function overwrites the fields that NumPy cannot set. This way the capsule has NumPy's
     deleter, written in C: a view may be freed while an exception propagates, or after the interpreter has ended. A
     deleter in Python would lose that exception, and would crash after the end.
     """
@@ -130,7 +130,8 @@ _NOWHERE = 64
 
 
 class _Block:
-    """The memory as NumPy imports it. The capsule references the array, and the array references this object."""
+    """The object from which NumPy imports the memory. The capsule references the array, and the array references this
+    object."""
 
     __slots__ = ("__array_interface__", "lifetime")
     __array_interface__: dict[str, Any]
@@ -147,7 +148,7 @@ class Exporter:
         return (CPU, 0) if self._device is None else (CUDA, self._device)
 
     def __dlpack__(self, *, stream: int | None = None, **_: object) -> Any:
-        """`stream` as in the protocol: -1 for no waiting, None for the legacy default stream."""
+        """`stream` has the values of the DLPack protocol: -1 for no waiting, None for the legacy default stream."""
         if stream != -1:
             self._make_wait(1 if stream is None else stream)
         return capsule(self._view, self._lifetime, device=self._device)

@@ -1,6 +1,6 @@
 """Manages the lifetime of shared memory, from the hand-over until the consumer's last view is freed.
 
-A `Lifetime` keeps the producer's array alive. It ends in a destructor, on any thread, inside any allocation, so its end
+A `Lifetime` keeps the producer's array alive. It ends in a destructor, on any thread, inside any allocation, so `end`
 takes no lock and never blocks. If the consumer's last work still runs then, memguard makes the producer's stream wait
 for it. If the producer names no stream, this module's thread releases the array once the work is done. PyCUDA must free
 memory on the thread that allocated it, so a PyCUDA array is released on the thread of its hand-over.
@@ -34,7 +34,7 @@ class Offer(NamedTuple):
     stream   the stream of the producer's next use of released memory; None if unknown
     context  the context of the memory; None for the GPU's primary one
     thread   the only thread that may release `owner`; None if any may
-    done     whether its values are computed already, so that no stream needs to wait
+    done     whether the array's values are computed already, so that no stream needs to wait
     """
 
     producer: str
@@ -90,8 +90,8 @@ class Lifetime:
 class _Parked:
     """Memory that waits for its release.
 
-    A thread that checks it references this object and not the offer. So the thread that sets `offer` to None releases
-    the owner.
+    A thread that checks the memory references this object and not the offer. So the thread that sets `offer` to None
+    releases the owner.
     """
 
     __slots__ = ("mark", "offer", "thread")
@@ -109,9 +109,10 @@ class _SharedView(NamedTuple):
 
 _new_shared_view: Callable[[tuple[Any, ...]], _SharedView] = functools.partial(tuple.__new__, _SharedView)
 held_for_processes: Counter[int] = Counter()
-"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes. No framework's row contains them."""
+"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes. No framework's ledger row contains
+them."""
 _open: dict[int, _SharedView] = {}
-"""The views shared now, by lifetime's `id`, without their owners."""
+"""The shared views by `id` of their `Lifetime`. An entry does not reference the array's owner."""
 _parked: list[_Parked] = []
 
 
@@ -129,14 +130,14 @@ def begin(
 
 
 def sweep() -> None:
-    """Release parked memory whose work is done, if this thread may release it."""
+    """Release the parked memory whose work is done and that this thread may release."""
     here = threading.get_ident()
     for _ in range(len(_parked)):
         if suspension.now is not None:  # CUDA cannot be used while the process is suspended
             return
         try:
             parked = _parked.pop(0)
-        except IndexError:  # another thread removed the last one
+        except IndexError:  # another thread removed the last entry
             return
         over = False
         try:
@@ -172,7 +173,7 @@ def lent_by(producer: str, device: int) -> int:
 
 
 def covered(parts: Iterable[tuple[int, int]]) -> int:
-    """The number of bytes that at least one range covers."""
+    """The total bytes that one or more of the ranges cover."""
     total, reached = 0, 0
     for first, end in sorted(parts):
         total += max(end - max(first, reached), 0)
@@ -183,7 +184,8 @@ def covered(parts: Iterable[tuple[int, int]]) -> int:
 def _running_work(
     offer: Offer, stream: int | None, context: int | None = None
 ) -> Mark | _DeferredMark | _AfterResume | None:
-    """A mark of the consumer's unfinished work, if no stream of the producer can wait for it; else None."""
+    """A CUDA event after the consumer's unfinished work, if no stream of the producer can wait for that work; else
+    None."""
     _, shape, _, _, device, _ = offer.view
     if device is None or 0 in shape:
         return None
@@ -251,7 +253,7 @@ class _DeferredMark:
 
 
 class _AfterResume:
-    """Work that can be checked only after the process has resumed. `offer` lacks its owner."""
+    """Work that can be checked only after the process has resumed. `offer` is a copy without the owner."""
 
     def __init__(self, offer: Offer, stream: int | None, context: int | None) -> None:
         self._arguments: tuple[Offer, int | None, int | None] | None = (offer, stream, context)

@@ -92,12 +92,12 @@ class View(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, which is the size of a copy."""
+        """Bytes of the elements, which is the size of a copy."""
         return self.size * self.itemsize
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The byte range of its elements: the address of the first byte, and one past the last."""
+        """The byte range of the elements: the address of the first byte, and one past the last."""
         if not self.size:
             return self.address, self.address
         steps = [(n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)]
@@ -106,12 +106,12 @@ class View(NamedTuple):
 
     @property
     def compact(self) -> bool:
-        """Row-major, without gaps."""
+        """True if the array is row-major without gaps."""
         return compact(self.shape, self.strides)
 
     @property
     def dense(self) -> bool:
-        """Without gaps in some order of its dimensions: a transposed compact array is dense."""
+        """True if the array has no gaps in some order of its dimensions: a transposed compact array is dense."""
         if not self.size:
             return True
         step = 1
@@ -128,7 +128,7 @@ class View(NamedTuple):
 
     @property
     def repeats(self) -> bool:
-        """Whether a dimension repeats the same element, as a broadcast one does."""
+        """Whether a dimension repeats the same element, as a broadcast dimension does."""
         return 0 in self.strides and any(not stride for stride, _ in _relevant(self.shape, self.strides))
 
     def forwards(self) -> tuple[View, tuple[int, ...]]:

@@ -1,7 +1,7 @@
 """The functions of cuda-python (`cuda.bindings`, `cuda.core`) that wait while the process is suspended.
 
-It is unknown whether they release the GIL. `cuda.core` calls the driver in C and bypasses the names of `cuda.bindings`.
-Numba uses both. For a type written in C, the table omits the methods that start with two underscores.
+Whether these functions release the GIL is unknown. `cuda.core` calls the driver in C and bypasses the names of
+`cuda.bindings`. Numba uses both. For a type written in C, the table omits the methods that start with two underscores.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ AT_ONCE = (
     "cuMemPoolSetAttribute",
     "cuMemAddressReserve",
 )
-"""Functions that the driver answers at once in a suspended process (H200, driver 580.159), or that do not call the
-driver."""
+"""Functions without a gate: in a suspended process the driver returns from them at once (H200, driver 580.159), or they
+do not call the driver."""
 _RUNTIME_AT_ONCE = (
     "cudaGetError*",
     "cudaGetLastError",

@@ -1,1 +1,1 @@
-"""CuPy: its adapter, and the count of the driver's slabs that its pool uses."""
+"""CuPy: the adapter, and the count of driver slabs that CuPy's pool uses."""

@@ -1,10 +1,11 @@
-"""Caps CuPy by its memory pool's limit on every device, and rounds requests as the driver does.
+"""Caps CuPy by the limit of its memory pool on each device, and rounds requests up to the driver's pages.
 
-Measured: a `MemoryPool` stops at its limit by its own count, and the limit can change. Reading the current device
-initialises CUDA, so the adapter sets a pool's limit at the first allocation on its device. The pool counts requested
-bytes, not the driver's pages (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB on an H200). So the adapter rounds
-each request up to pages, and uses the requested size only if that takes no new page. The limit of `MemoryAsyncPool` is
-the release threshold of a pool that all frameworks share, so the adapter only watches that pool.
+Measured: a `MemoryPool` refuses a request that would exceed its limit by the pool's own count, and the limit can
+change. Reading the current device initialises CUDA, so the adapter sets a pool's limit at the first allocation on its
+device. The pool counts requested bytes, not the driver's pages (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB
+on an H200). So the adapter rounds each request up to pages, and uses the requested size only if the request takes no
+new page. The limit of `MemoryAsyncPool` is the release threshold of a pool that all frameworks share, so the adapter
+only watches that pool.
 
 Methods of the pool's class cannot be replaced. So at each allocation that could exceed the cap, the adapter compares
 the pool's limit with the cap. If `set_allocator` selects another pool later, that pool shares the cap with the former
@@ -13,8 +14,8 @@ ones.
 Before it refuses a request, the adapter requests room from siblings (`_request_room`), without a lock. From CuPy's own
 index of its idle blocks it reads the bytes that a trim would release (`blocks.py`).
 
-Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, `using_allocator`, and direct calls of other
-pools.
+Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, allocations within `using_allocator`, and direct
+allocations by the user from pools other than CuPy's current one.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 _MOST_SIZES = 4096
 """The most request sizes whose rounded size is cached."""
 _TRIES = 2
-"""Room requests for one allocation: it may first exceed the cap, and then lack free memory on the GPU."""
+"""The most room requests for one allocation: it may first exceed the cap, and then find too little free memory on the
+GPU."""
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
 
 
@@ -84,7 +86,7 @@ class CuPy(Limits, resource.RmmClient):
             note = "cupy: watched, not capped: the limit of its async pool is a threshold of a pool that all share"
             return Applied(Enforcement.WATCHED, notes=(note,))
         if resource.is_cupys(allocator):
-            known = self._by_uuid() if contexts.initialised() else None  # otherwise a CuPy call would initialise CUDA
+            known = self._by_uuid() if contexts.initialised() else None  # `_by_uuid` would initialise CUDA
             applied = self._limit_rmm(caps, undo, known)
             self._replace(cupy, undo)
             return applied
@@ -120,7 +122,7 @@ class CuPy(Limits, resource.RmmClient):
             return None
         if cupy.cuda.get_allocator() is not self._allocate and self._swapped_for(cupy) is not None:
             with contexts.pushed(ordinal) as there:
-                return Usage(None, None) if there else None  # another allocator does not report its bytes
+                return Usage(None, None) if there else None  # other allocators do not report their bytes
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         total = self._totals_here(ordinal) if here == ordinal else self._totals(ordinal)
@@ -137,7 +139,7 @@ class CuPy(Limits, resource.RmmClient):
             return last[3]
         found = self._returned_by_trim(uuid, ordinal)
         if found is not None:
-            found = min(found, max(held - used, 0))  # CuPy's cached bytes do not include the rest of their pages
+            found = min(found, max(held - used, 0))  # CuPy counts cached bytes without the rest of their pages
         self._idle[ordinal] = held, used, now, found
         return found
 
@@ -372,13 +374,14 @@ class CuPy(Limits, resource.RmmClient):
         return found
 
     def _record_piece(self, memory: Any) -> None:
-        """Record a small request that changed the pool's total, on this thread's current device."""
+        """Record the driver allocation of a small request that changed the pool's total, on this thread's current
+        device."""
         pieces = self._pieces.get(_device_here())
         if pieces is not None:
             pieces.took(memory.ptr)
 
     def _retry_alone(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
-        """Retry a refused request without help from siblings. None if that fails.
+        """Retry a refused request without trimming siblings. None if the retry fails.
 
         It retries the rounded size if former pools released memory, else the requested size. The requested size takes
         no driver memory if an idle part of a block or a gap of a slab serves it.
@@ -398,12 +401,12 @@ class CuPy(Limits, resource.RmmClient):
             return None
         if pool.total_bytes() == before or (gap and pieces is not None and pieces.in_known_slab(memory.ptr)):
             return memory
-        del memory  # it opened a slab or took pages, which exceeds the cap
+        del memory  # the request opened a slab or took pages, and so exceeded the cap
         pool.free_all_blocks()
         return None
 
     def _retry_with_room(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
-        """Retry a refused request after siblings made room or the cap rose. None if that fails."""
+        """Retry a refused request after siblings released memory or the cap rose. None if the retry fails."""
         if self.capturing():
             return None
         if pool.free_bytes():  # above its limit, CuPy refuses without freeing its idle blocks
@@ -422,8 +425,8 @@ class CuPy(Limits, resource.RmmClient):
         return None
 
     def _install_collector(self, memory: Any) -> None:
-        """Install `GcReplacement`, if this CuPy is known to hold no lock while it collects garbage: it has the index of
-        idle blocks."""
+        """Install `GcReplacement` if this version of CuPy holds no lock while it collects garbage: a version with the
+        index of idle blocks."""
         one = getattr(memory, "SingleDeviceMemoryPool", None)
         if vars(memory).get("gc") is gc and hasattr(one, blocks.INDEX) and self._allocate is not None:
             self._gc_replacement = GcReplacement(self._make_room_first, self._allocate.__code__)
@@ -448,10 +451,8 @@ class CuPy(Limits, resource.RmmClient):
         return shortage is not None and self._request_room(shortage)
 
     def _shortage(self, ordinal: int, pool: Any, size: int, rounded: int, full: bool | None = None) -> Shortage | None:
-        """The shortage behind a refusal; None where reclaim cannot help.
-
-        It cannot help without a cap on this GPU, with a stricter limit of the user, or for a former pool. The pool has
-        already freed its unsplit blocks.
+        """The shortage behind a refusal; None if reclaim cannot help: without a cap on this GPU, with a stricter limit
+        of the user, or for a former pool. The pool has already freed its unsplit blocks.
         """
         uuid = self._uuid(ordinal)
         own, limit = self._limited.get(ordinal, (0, 0))
@@ -464,7 +465,8 @@ class CuPy(Limits, resource.RmmClient):
         return Shortage(self.name, uuid, size, round_up(rounded), full)
 
     def _report_refusal_on(self, error: BaseException, ordinal: int, size: int) -> None:
-        """Report a request that the pool refused. Nothing is reclaimable, as the pool has freed its unsplit blocks."""
+        """Report a request that the pool refused. Its reclaimable bytes are 0, because the pool has freed its unsplit
+        blocks."""
         uuid = self._uuid(ordinal)
         if uuid in self._caps:
             _, limit = self._limited.get(ordinal, (0, 0))

@@ -33,12 +33,12 @@ from memguard._frameworks.driver_pages import SMALL, UNIT, DriverPages, Slabs
 MOST = 4096
 """The most idle blocks to read, which takes 1.3 ms (measured, CuPy 14.2). With more, the result is None."""
 FRESH = 0.1
-"""Seconds for which a result is reused while the pool's own figures stay equal: its blocks may change without changing
-them."""
+"""Seconds for which a result is reused while the pool's own figures stay equal: the blocks may change while these
+figures stay equal."""
 _WITHIN = 0.02
-"""The most seconds to wait for another thread's reading."""
+"""Seconds to wait at most for another thread's reading."""
 _FULL = GRANULE - 16 * UNIT
-"""A slab with so many idle bytes has no significant room for other frameworks' pieces."""
+"""In a slab with this many idle bytes, other frameworks' pieces have no significant room."""
 INDEX = "_debug_arena_get_index"
 _block = itemgetter(1)
 _figures = attrgetter("size", "mem.size", "mem.ptr")
@@ -131,7 +131,7 @@ def _read(index: Callable[[int], Any], streams: Iterable[int]) -> list[tuple[int
             if collecting:
                 gc.enable()
     finally:
-        if collecting:  # again, in case a Ctrl-C interrupted the first
+        if collecting:  # repeated if a Ctrl-C interrupted the first call
             gc.enable()
 
 
@@ -154,7 +154,7 @@ def _returned(rows: Iterable[tuple[int, int, int]], pieces: Callable[[int], int]
 
 
 _MOST_NEW = 1000
-"""After so many new pieces, check with the driver which of them still exist, unless a reading has done so."""
+"""After this many new pieces, query the driver which pieces still exist, unless a reading has done so."""
 
 
 class Pieces:
@@ -216,7 +216,7 @@ class Pieces:
                 self._pages.add(address, size)
 
     def forget(self) -> None:
-        """Drop every piece."""
+        """Forget every piece."""
         with self._lock:
             self._new.clear()
             for address, (size, _) in list(self._there.items()):

@@ -1,4 +1,4 @@
-"""Reads facts of a process that has imported CuPy."""
+"""Reads CuPy's state in the running process, for the doctor, suspension and retries."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def _work_areas(modules: Modules) -> int | None:
 
 
 def _ranks(modules: Modules) -> int | None:
-    """The number of ranks of `cupyx.distributed`, from its communicators among all objects: it keeps no list of
-    them."""
+    """The number of ranks of `cupyx.distributed`, found by searching all objects for its communicators, because CuPy
+    keeps no list of them."""
     kind = getattr(modules.get(_COMMUNICATORS), "NCCLBackend", None)
     if kind is None:
         return None

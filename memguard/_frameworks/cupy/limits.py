@@ -34,7 +34,7 @@ class Limits(Framework):
         self._pieces: dict[int, Pieces] = {}
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
-        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # former pools, with their `_limited`
+        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # former pools, each with its `_limited`
         # The limit if it is the same on all devices of `_limited`, and the total up to which a small request cannot
         # exceed it. Both are -1 if the limits differ: then each request compares them. Before the first device no check
         # is needed.
@@ -56,7 +56,7 @@ class Limits(Framework):
             if 0 < before < cap:
                 self._add_note(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
-            elif before > cap:  # set before memguard could read the GPU; it must not make an allocation fail
+            elif before > cap:  # the user set it before memguard could read the GPU; do not fail the allocation
                 self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
             self._pool.set_limit(size=cap)
             found = self._pool.get_limit()
@@ -103,7 +103,7 @@ class Limits(Framework):
         self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
 
     def _held_by_former_pools(self, ordinal: int) -> int:
-        """The bytes that former pools hold on the GPU. It also limits those pools to these bytes."""
+        """The bytes that former pools hold on the GPU. Also limits those pools to these bytes."""
         held = 0
         idle = bool(self._former) and not self.capturing()  # freeing memory would break the capture
         for pool, limited in self._former:

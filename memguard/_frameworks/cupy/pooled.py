@@ -133,7 +133,7 @@ class PooledCuPy(PooledCapped, CuPy):
                 else:
                     self._ends()
 
-            def _ends(self) -> None:  # before CuPy frees it, as another allocation may get the address afterwards
+            def _ends(self) -> None:  # before CuPy frees the block: afterwards another allocation may get the address
                 if self._among is not None:
                     self._among.pop(self.ptr, None)
                 inherited = getattr(super(), "__del__", None)
@@ -141,7 +141,7 @@ class PooledCuPy(PooledCapped, CuPy):
                     inherited()
 
         def take(size: int, ordinal: int, live: dict[int, int]) -> Any:
-            """Allocate; None if the pool has no room."""
+            """Allocate from the pool; None if the pool has too little memory."""
             claim, limit = None, None if capped else self.shared_pool.limit(self._uuid(ordinal))
             if limit is not None and (claim := limit.take(size)) is None:
                 return None
@@ -170,7 +170,7 @@ class PooledCuPy(PooledCapped, CuPy):
         return allocate
 
     def _begin(self, cupy: Any, ordinal: int) -> dict[int, int]:
-        """Before the first allocation on a GPU: make the pool current. Returns the GPU's live sizes."""
+        """Make the pool current before the first allocation on a GPU. Returns the GPU's live sizes."""
         uuid = self._uuid(ordinal)
         if uuid not in self._caps and self._caps:
             self._add_note(f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there")

@@ -1,9 +1,9 @@
-"""Replaces the name `gc` in CuPy's pool module, so that siblings make room before a garbage collection.
+"""Replaces the name `gc` in CuPy's pool module, so that siblings release memory before a garbage collection.
 
 Before it refuses a request, CuPy runs Python's garbage collector: once above its limit, twice after the driver refused.
 With several frameworks loaded each collection takes tenths of a second. So memguard requests room first, and skips the
-collection if siblings made room. The replacement affects CuPy's pool module only, and only requests of the capped
-allocator. CuPy holds no lock at that point (since 14.1).
+collection if siblings released enough memory. The replacement affects CuPy's pool module only, and only requests of the
+capped allocator. CuPy holds no lock at that point (since 14.1).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REFUSED = 2  # cudaErrorMemoryAllocation
 
 
 class GcReplacement:
-    """Replaces the module `gc`. `make_room(size, rounded, full)` returns whether siblings made room."""
+    """Replaces the module `gc`. `make_room(size, rounded, full)` returns whether siblings released enough memory."""
 
     def __init__(self, make_room: Callable[[int, int, bool], bool], code: CodeType) -> None:
         self._make_room_first, self._code = make_room, code

@@ -1,4 +1,4 @@
-"""CuPy's row: memguard's facts about it, as data."""
+"""What memguard knows about CuPy, as a `FrameworkSpec`: names, measured sizes, error patterns."""
 
 from memguard._base.framework_spec import ErrorPattern, Exchanged, FrameworkSpec
 from memguard._base.units import MIB
@@ -14,7 +14,7 @@ SPEC = FrameworkSpec(
     tells_peak=False,
     exchanged=Exchanged("CuPyArrays", short=("cp",), packages=("cupyx",), compacts=True),
     pooled="PooledCuPy",
-    # 94 MiB in a process with other frameworks; cuBLAS adds 60, cuFFT 24, cuSOLVER 100.
+    # CuPy's CUDA modules take 94 MiB in a process with other frameworks. cuBLAS adds 60 MiB, cuFFT 24, cuSOLVER 100.
     modules=262 * MIB,
     workspace=320 * MIB,
     first_uses=(("cublas", 60 * MIB), ("cufft", 24 * MIB), ("cusolver", 100 * MIB)),

@@ -1,1 +1,1 @@
-"""JAX: its adapter, its gates, and its use of the shared pool."""
+"""JAX: the adapter, the gates, and the shared pool's adapter."""

@@ -4,7 +4,7 @@ Measured: the fraction refers to the memory available to CUDA. JAX reads it once
 the limit is fixed, and the pool never shrinks. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The
 client options override the environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the
 GPU backend does not load, and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit,
-`vmm` has one and reports no figures (see JAX's row). An out-of-memory error takes 10 s to appear.
+`vmm` has one and reports no figures (see `jax/spec.py`). An out-of-memory error takes 10 s to appear.
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
 """
@@ -38,7 +38,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPEC.allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
 permanent_caps: dict[str, int] = {}
-"""JAX's caps at its start, by device UUID, which stay until the process ends."""
+"""The caps at JAX's start, by device UUID. They stay until the process ends."""
 
 
 class JAX(Framework):
@@ -59,7 +59,7 @@ class JAX(Framework):
         self._positions: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, position of the GPU
 
     def why_absent(self) -> str | None:
-        """Not installed, without a CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
+        """The reason: JAX is not installed, has no CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -145,7 +145,7 @@ class JAX(Framework):
             if found is None:
                 return Usage(None, None) if unknown else None
         stats = found.memory_stats()
-        if not stats or "pool_bytes" not in stats:  # another allocator than BFC, without a pool
+        if not stats or "pool_bytes" not in stats:  # an allocator other than BFC has no pool
             return Usage(None, (stats or {}).get("bytes_in_use"))
         return usage_of((stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"]))
 
@@ -224,7 +224,7 @@ class JAX(Framework):
                 )
 
     def _why_uncapped(self, allocator: str) -> str | None:
-        """Why this allocator cannot be used; None if it can."""
+        """The reason why this allocator cannot be used; None if it can."""
         return _ALLOCATORS.why_uncapped(allocator)
 
     def _wrap_config_update(
@@ -312,7 +312,7 @@ class JAX(Framework):
         return [(found, known.get(_ordinal(found), "")) for found in client.local_devices()]
 
     def _numbering(self) -> dict[int, str]:
-        """UUIDs by JAX's device number, which is CUDA's ordinal."""
+        """UUIDs by JAX's device index, which is CUDA's ordinal."""
         if self._by_ordinal is None:
             known = self.host.devices(ordinals=True)
             self._by_ordinal = {d.ordinal: d.uuid for d in known if d.ordinal is not None}
@@ -321,7 +321,7 @@ class JAX(Framework):
         return self._by_ordinal
 
     def _limits(self) -> dict[int, tuple[int, int]]:
-        """By ordinal: the live backend's limit and its cap, in bytes."""
+        """The live backend's limit and the cap in bytes, by ordinal."""
         return {
             _ordinal(found): ((found.memory_stats() or {}).get("bytes_limit", 0), self._caps[uuid])
             for found, uuid in self._local_devices()

@@ -2,7 +2,7 @@
 
 XLA rejects addresses that are not multiples of 16 when it first uses the array (measured). JAX orders work itself:
 `__dlpack__(stream=...)` makes a stream wait for the array, and `from_dlpack` passes the stream that JAX will use. The
-lifetime references the capsule: while that exists, JAX refuses to donate the array.
+lifetime references the capsule: while the capsule exists, JAX refuses to donate the array.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _strides(x: Any, shape: tuple[int, ...], ordinal: int | None) -> tuple[int, 
 
 
 def _tracing() -> bool:
-    """Whether this thread is tracing a function. False if this JAX lacks the private function that tells so."""
+    """Whether this thread is tracing a function. False if this JAX lacks the private function that reports tracing."""
     clean = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", None)
     return clean is not None and not clean()
 
@@ -169,8 +169,8 @@ def _tracing() -> bool:
 class _NoWaitExporter(dlpack.Exporter):
     """Exports memory whose work is done.
 
-    JAX recognises TensorFlow's tensors by their class name, and prepares no stream for them. With that name an import
-    takes half the time. With any other name it works too.
+    JAX recognises TensorFlow's tensors by their class name, and prepares no stream for them. So this class has that
+    name: an import then takes half the time. Any other name works too.
     """
 
 

@@ -1,7 +1,7 @@
 """The functions of JAX that wait while the process is suspended.
 
 A compiled function that ran before runs again without Python code (`PjitFunction`), as do arithmetic operators: their
-launch waits in the driver, ungated. Reading their results is gated. It is unknown whether JAX releases the GIL.
+launch waits in the driver, ungated. Reading their results is gated. Whether JAX releases the GIL is unknown.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gpu_client(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def gpu_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """As `with_gpu`, for any arguments."""
+    """Like `with_gpu`, for any arguments."""
     return with_gpu()
 
 

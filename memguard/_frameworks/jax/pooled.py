@@ -34,7 +34,7 @@ class PooledJAX(PooledWatched, JAX):
         return self._watched(applied, note, undo)
 
     def _kept(self) -> CapNotApplied:
-        """No limit stays."""
+        """Does nothing: no limit stays to be recorded."""
         return CapNotApplied(self.name, "its backend has started and stays on the default pool", "restart the process")
 
     def _why_uncapped(self, allocator: str) -> str | None:

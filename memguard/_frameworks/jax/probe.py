@@ -38,7 +38,7 @@ def probe(report: ProbeReport) -> None:
 
 
 def _plugin() -> bool:
-    """Whether a CUDA plugin is installed. Loads none."""
+    """Whether a CUDA plugin is installed. Loads no plugin."""
     import importlib.metadata
     import importlib.util
 

@@ -1,4 +1,4 @@
-"""JAX's row: memguard's facts about it, as data."""
+"""What memguard knows about JAX, as a `FrameworkSpec`: names, measured sizes, error patterns."""
 
 from memguard._base.framework_spec import Allocators, ErrorPattern, Examined, Exchanged, FrameworkSpec
 from memguard._base.units import MIB
@@ -17,7 +17,7 @@ SPEC = FrameworkSpec(
     exchanged=Exchanged("JAXArrays", short=("jnp",), packages=("jaxlib",)),
     pooled="PooledJAX",
     default_pool=True,
-    # 34 MiB after the first operation, 204 with cuSOLVER and cuFFT.
+    # JAX's CUDA modules take 34 MiB after the first operation, and 204 MiB with cuSOLVER and cuFFT.
     modules=206 * MIB,
     workspace=320 * MIB,
     first_uses=(("cublas", 66 * MIB), ("cufft", 24 * MIB), ("cusolver", 80 * MIB)),

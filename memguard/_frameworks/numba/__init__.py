@@ -1,1 +1,1 @@
-"""Numba: its adapter, its memory manager, and the pool of its freed blocks."""
+"""Numba: the adapter, the memory manager, and the pool of freed blocks."""

@@ -14,7 +14,7 @@ from memguard._frameworks.numba.pool import PENDING, USED, Block, BlockOwner
 
 
 class Figures:
-    """The bytes of one manager. Callers hold the lock, but for `count_ended` and appends to `freed`.
+    """The bytes of one memory manager. Callers hold the lock, except for `count_ended` and appends to `freed`.
 
     `count_ended` and `count_used` make no calls, hence are atomic: an allocation by a finalizer or a signal handler
     reads consistent figures. The next `apply` removes the blocks that the driver freed.
@@ -24,7 +24,7 @@ class Figures:
         self.pages = DriverPages(slabs[uuid])
         self.in_use = self.peak = 0
         self.blocks: dict[Block, None] = {}
-        """All blocks counted in `pages`."""
+        """All blocks that `pages` counts."""
         self.freed: deque[tuple[Any, Block]] = deque()
         """Blocks that the driver freed, as pairs of the driver's result and the block."""
         self._resting: dict[Block, None] = {}  # blocks without an array: pending or pooled
@@ -75,7 +75,7 @@ class Figures:
                 entry = freed[0]
                 block = entry[1]
                 self._resting.pop(block, None)
-                if block in self.blocks:  # otherwise a signal handler has done so
+                if block in self.blocks:  # false if a signal handler has removed it
                     del self.blocks[block]
                     self._changes += 1
                     pages.changes.append((pages.apply_remove, block.address, block.size))
@@ -84,7 +84,7 @@ class Figures:
                     freed.popleft()
         except IndexError:
             pass
-        if pages.changes:  # left over if a Ctrl-C interrupted the last call
+        if pages.changes:  # true if a Ctrl-C interrupted the last call
             pages.apply_changes()
 
     def apply_if_unlocked(self, lock: Any) -> None:
@@ -108,7 +108,7 @@ class Figures:
 
 
 class ManagerGroup:
-    """The capped memory managers of one GPU. Their contexts share its cap.
+    """The capped memory managers of one GPU. Their contexts share the GPU's cap.
 
     An allocating thread holds the lock even while it synchronises the GPU, so readings never wait for the lock.
     """

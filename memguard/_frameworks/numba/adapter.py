@@ -51,7 +51,7 @@ class Numba(resource.RmmClient):
         self._user_manager: Any = None
 
     def why_absent(self) -> str | None:
-        """Not installed, or without a GPU because of NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM."""
+        """The reason: Numba is not installed, or NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM disables the GPU."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -96,7 +96,7 @@ class Numba(resource.RmmClient):
         from memguard._frameworks.numba import watch  # needs an imported Numba
         from memguard._frameworks.numba.manager import capped
 
-        manager: Any = type(live[0]) if live else capped(driver)  # of an earlier budget
+        manager: Any = type(live[0]) if live else capped(driver)  # the manager of an earlier budget
         replaced, self._user_manager = Replacements(), before
 
         def restore() -> None:
@@ -132,8 +132,8 @@ class Numba(resource.RmmClient):
 
     def _set_later(self, original: Callable[..., Any], driver: Any) -> Callable[..., Any]:
         def set_memory_manager(mm_plugin: Any) -> Any:
-            """Set the capped manager in place of Numba's own. Any other is set as it is; the guard reports at once that
-            the cap does not hold."""
+            """Set the capped manager in place of Numba's own. Any other manager is set unchanged; the guard reports at
+            once that the cap does not hold."""
             if self._manager is None or mm_plugin not in (driver.NumbaCUDAMemoryManager, self._manager):
                 answer = original(mm_plugin)
             else:
@@ -151,7 +151,7 @@ class Numba(resource.RmmClient):
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         if not isinstance(managers[0], self._manager or ()):
-            return Usage(None, None)  # nothing counts its memory: Numba is not in the budget, or another manager is set
+            return Usage(None, None)  # no manager of memguard counts Numba's memory
         group: ManagerGroup = managers[0].group
         if managers[0].alone():
             held, in_use, reclaimable, peak = managers[0].usage()
@@ -224,8 +224,8 @@ class Numba(resource.RmmClient):
             group.lock = ordered(threading.RLock(), LockOrder.ALLOCATOR)
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
-        """Request room for a failed request; returns whether room was made. Callers have released the managers'
-        lock."""
+        """Request room for a failed request; returns whether siblings released memory or the cap rose. Callers have
+        released the managers' lock."""
         shortage = attached_shortage(error, self.name, uuid, size)
         return shortage is not None and uuid in self.caps and not self.capturing() and self._request_room(shortage)
 

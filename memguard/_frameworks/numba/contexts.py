@@ -75,7 +75,7 @@ def current_uuid() -> str:
 
 
 def _as_nvml(uuid: Any) -> str:
-    if type(uuid) is str and uuid[:4] == "GPU-":  # Numba's own object
+    if type(uuid) is str and uuid[:4] == "GPU-":  # the type that Numba returns
         return uuid
     text = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
     return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"

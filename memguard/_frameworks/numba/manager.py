@@ -47,7 +47,7 @@ def capped(driver: Any) -> type:
 
         memguard: ClassVar[Owner | None] = None
         pooling: ClassVar[bool] = False
-        """Whether blocks enter the pool: the pool's marks must cover all streams that Numba uses. Once False, it stays
+        """Whether blocks enter the pool: the pool's events must cover all streams that Numba uses. Once False, it stays
         False."""
         groups: ClassVar[defaultdict[str, ManagerGroup]] = defaultdict(ManagerGroup)
 
@@ -73,7 +73,7 @@ def capped(driver: Any) -> type:
             return self.figures.pages.held()
 
         def usage(self) -> tuple[int, int, int, int]:
-            """The bytes held, in use and reclaimable, and the peak in use. It does not wait for the lock, which an
+            """The bytes held, in use and reclaimable, and the peak in use. Does not wait for the lock, which an
             allocation may hold for long."""
             figures = self.figures
             if self._freed or figures.pages.changes:
@@ -81,7 +81,7 @@ def capped(driver: Any) -> type:
             return figures.pages.counted(), figures.in_use, figures.reclaimable(), figures.peak
 
         def alone(self) -> bool:
-            """Whether no other manager has allocated on its GPU."""
+            """True if no other manager has allocated on this manager's GPU."""
             return self._member and bool(self.group.single)
 
         def memalloc(self, size: int) -> Any:
@@ -117,8 +117,8 @@ def capped(driver: Any) -> type:
         def _from_pool(
             self, take: Callable[[int, BlockOwner], Block | None], memory: BlockOwner, size: int, cap: int
         ) -> bool:
-            """Serve the request with a pooled block. Serves nothing above the cap, where pooled blocks must be
-            released."""
+            """Serve the request with a pooled block. Above the cap it serves nothing, because pooled blocks must then
+            be released."""
             figures = self.figures
             if self._freed:
                 figures.apply()
@@ -200,7 +200,7 @@ def capped(driver: Any) -> type:
             )
 
         def _pools(self, cap: int | None) -> bool:
-            """Whether new blocks may enter the pool. Only blocks of the context in which marks are recorded may."""
+            """Whether new blocks may enter the pool: only blocks of a context in which CUDA events are recorded."""
             if not self.pooling or cap is None:
                 return False
             if self._home is None:
@@ -213,7 +213,7 @@ def capped(driver: Any) -> type:
             block: Block = memory._block
             size = block.requested
             try:
-                if self.figures.count_ended(block, memory):  # otherwise a reset has freed it
+                if self.figures.count_ended(block, memory):  # false if a reset has freed the block
                     self.deallocations.add_item(self.carry_out, block, size)
                 elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before the array was counted
                     self._to_driver(block, NEW)
@@ -252,7 +252,7 @@ def capped(driver: Any) -> type:
                         block.state = PENDING
                         self.deallocations.requeue_interrupted()
                     else:
-                        self._freed.append((None, block))  # `apply` ignores a second record
+                        self._freed.append((None, block))  # `apply` ignores a repeated record
                 raise
 
         def trim_partly(self, needed: int | None = None) -> int:
@@ -300,7 +300,7 @@ def capped(driver: Any) -> type:
 
 def _pending_frees(driver: Any) -> type:
     class Pending(driver._PendingDeallocs):  # type: ignore[misc]
-        """Numba's pending frees. Each flush records one set of marks for all its blocks."""
+        """Numba's pending frees. Each flush records one set of CUDA events for all blocks that it frees."""
 
         def __init__(self, manager: Any) -> None:
             super().__init__()
@@ -329,7 +329,7 @@ def _pending_frees(driver: Any) -> type:
             return isinstance(error, IndexError) and trace is not None and trace.tb_next is None
 
         def requeue_interrupted(self) -> None:
-            """Add the pending frees again that a Ctrl-C interrupted. A block that is added twice is freed once."""
+            """Add again the pending frees that a Ctrl-C interrupted. A block that is added twice is freed once."""
             waiting = {id(handle) for _, handle, _ in self._cons.copy()}
             for block in list(self._manager.figures.blocks):
                 if block.state is PENDING and id(block) not in waiting:

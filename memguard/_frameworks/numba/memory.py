@@ -18,9 +18,8 @@ def memories(driver: Any) -> type:
     value_of = driver.MemoryPointer.device_pointer_value.fget
 
     class Memory(driver.MemoryPointer):  # type: ignore[misc]
-        """The memory of one array. Its end makes the block's free pending, as with Numba's own pointers.
-
-        It marks the block as exported if code other than Numba's kernels and copies reads its address.
+        """The memory of one array. When it is garbage-collected, the block's free becomes pending, as with Numba's own
+        pointers. If code other than Numba's kernels and copies reads the address, the block counts as exported.
         """
 
         refct = 1

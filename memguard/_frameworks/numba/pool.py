@@ -1,14 +1,15 @@
 """A pool of blocks that Numba has freed. A block is reused after all work that may use it is done.
 
 Numba does not record which streams use an array; `cuMemFree` is safe because it synchronises the GPU. This pool records
-events instead: all blocks of one flush of Numba's pending frees share the marks recorded right after it, and no block
-is reused before these marks have passed. If all work is done right after the flush, it needs no mark. `watch.py` keeps
-blocks out of the pool that the marks do not cover.
+CUDA events instead (`Mark`): right after each flush of Numba's pending frees it records one set of events for all
+blocks of the flush. A block is reused once these events have completed. If all work is done right after the flush, no
+event is recorded. `watch.py` excludes a block from the pool if work on it may run on a stream that these events do not
+cover.
 
 A finalizer, a signal handler, another thread's free or a Ctrl-C may interrupt any call. So only a block's `state` is
-authoritative. Code compares and changes a state with no call in between, where CPython with a GIL runs no other code.
-The queues are hints: a block from a queue is used only if its state allows it, and `idle` also contains blocks that a
-queue has lost.
+authoritative. Code compares and changes a state with no call in between, because CPython with a GIL runs other code
+only at calls. The queues are hints: a block from a queue is used only if its state allows it, and `idle` also contains
+blocks that a queue has lost.
 
 The pools of RMM and CuPy do not fit: RMM's orders reuse by the streams that its callers name, and CuPy's has an arena
 for each stream. Both need callers that know the streams.
@@ -24,12 +25,13 @@ from memguard.errors import DeviceError
 
 # The states of a block. A pooled block is FREED, then has its `Batch` as state, then is READY.
 NEW, USED, PENDING, FREED, READY, BACK = "new", "used", "pending", "freed", "ready", "back"
-"""NEW: being allocated. USED: owned by an array. PENDING: Numba has not carried out its free. FREED: not marked yet.
-READY: no work uses it. BACK: freed by the driver, or being freed."""
+"""NEW: being allocated. USED: owned by an array. PENDING: Numba has not carried out its free. FREED: no event is
+recorded for it yet. READY: no work uses it. BACK: freed by the driver, or being freed."""
 
 
 class Mark(Protocol):
-    """The GPU work queued before the mark was recorded: `memguard._devices.streams.Mark`."""
+    """A recorded CUDA event. It completes once the GPU has done all work queued before it:
+    `memguard._devices.streams.Mark`."""
 
     def passed(self) -> bool: ...
     def wait(self) -> None: ...
@@ -41,8 +43,8 @@ class Block:
 
     In the pool `size` is in whole driver units (`driver_pages.whole`), and a block serves only requests that round up
     to its size: so a reused block wastes nothing of the cap. `pointer` is Numba's own object, None before the
-    allocation; `buffer` is the driver's id of this allocation, if known. `pooled`: it may enter the pool. `exported`:
-    code outside Numba knows its address, and may use it on any stream.
+    allocation; `buffer` is the driver's id of this allocation, if known. `pooled`: the block may enter the pool.
+    `exported`: code outside Numba knows its address, and may use it on any stream.
     """
 
     __slots__ = ("address", "buffer", "exported", "pointer", "pooled", "requested", "size", "state")
@@ -57,14 +59,14 @@ class Block:
 
 
 class BlockOwner(Protocol):
-    """The next owner of a block, which owns and frees the block from the assignment of `_block` on."""
+    """The object that will own a block. From the assignment of `_block` on, it owns and frees the block."""
 
     _block: Block | None
     _freed: bool
 
 
 class Batch:
-    """Blocks with the same marks."""
+    """Blocks that wait for the same events."""
 
     __slots__ = ("blocks", "marks")
 
@@ -81,37 +83,37 @@ class Pool:
     """The pool of one context. Finalizers may call `put` and `mark`, on any thread at any time. Callers of all other
     methods hold the GPU's lock.
 
-    `record` returns marks that cover all work queued so far: an empty sequence if that work is done, None if CUDA
-    cannot record marks now.
+    `record` records CUDA events that cover all work queued so far, and returns them. It returns an empty sequence if
+    that work is done, and None if CUDA cannot record events now.
     """
 
     def __init__(self, record: Callable[[], Sequence[Mark] | None]) -> None:
         self.idle: dict[Block, None] = {}
-        """All blocks of the pool."""
+        """All blocks of the pool, in any state."""
         self.unmarked: deque[Block] = deque()
         self._record = record
         self._marked: deque[Batch] = deque()
         self._ready: dict[int, list[Block]] = {}
 
     def put(self, block: Block) -> None:
-        """Add a freed block. It is reusable after `mark`, once the work before the mark is done."""
+        """Add a freed block. It is reusable once the events that `mark` records for it have completed."""
         block.state = FREED
         self.idle[block] = None
         self.unmarked.append(block)
 
     def mark(self) -> None:
-        """Record marks for the blocks added since the last call. If CUDA cannot record marks now, the blocks wait for
-        the next call."""
+        """Record CUDA events for the blocks added since the last call. If CUDA cannot record events now, the next call
+        includes these blocks."""
         batch = Batch()
         try:
             try:  # noqa: SIM105 (`suppress` costs more)
-                batch.blocks.extend(iter(self.unmarked.popleft, None))  # one C call: each removed block is in the batch
+                batch.blocks.extend(iter(self.unmarked.popleft, None))  # one C call: no interruption loses a block
             except IndexError:
                 pass
             if not batch.blocks:
                 return
             for block in batch.blocks:
-                if block.state is FREED:  # so that another thread's marks, which may be older, do not apply to it
+                if block.state is FREED:  # another thread may already record events for it
                     block.state = batch
             marks = self._record()
             if marks is not None:
@@ -131,7 +133,7 @@ class Pool:
                 self.unmarked.append(block)
 
     def take(self, size: int, owner: BlockOwner) -> Block | None:
-        """Assign to the taker a block of this size whose work is done; None if there is none."""
+        """Assign to `owner` a block of this size whose work is done; return None if there is none."""
         queue = self._ready.get(size)
         collected = False
         while True:
@@ -145,7 +147,7 @@ class Pool:
                         queue.pop()
                         return block
                     queue.pop()
-            except IndexError:  # a signal handler removed the last one
+            except IndexError:  # a signal handler removed the last block
                 pass
             if collected or not self._marked:
                 return None
@@ -153,7 +155,7 @@ class Pool:
             queue, collected = self._ready.get(size), True
 
     def wait(self, size: int, owner: BlockOwner) -> Block | None:
-        """As `take`, but waits for such a block's unfinished work."""
+        """Like `take`, but waits for unfinished work on a block of this size."""
         if self.unmarked:
             self.mark()
         block = self.take(size, owner)
@@ -188,7 +190,7 @@ class Pool:
             queue[:] = [block for block in queue if block.state is READY]
 
     def _collect(self, wait: bool = False) -> None:
-        """Make blocks READY whose work is done. With `wait`, first wait for the oldest marks."""
+        """Make blocks READY whose work is done. With `wait`, first wait for the events of the oldest batch."""
         while True:
             try:
                 batch = self._marked[0]
@@ -201,7 +203,7 @@ class Pool:
                     wait = False
                 elif batch.marks and not all(mark.passed() for mark in batch.marks):
                     return
-            except DeviceError:  # these blocks are never reused; Numba's next call raises the reason
+            except DeviceError:  # the blocks are never reused; Numba's next call raises the error
                 pass
             else:
                 for block in batch.blocks:
@@ -212,7 +214,7 @@ class Pool:
                         block.state = READY
                         queue.append(block)
             try:
-                if self._marked[0] is batch:  # otherwise a signal handler that allocated has closed it
+                if self._marked[0] is batch:  # false if a signal handler allocated and closed it
                     self._marked.popleft()
                     batch.close()
             except IndexError:

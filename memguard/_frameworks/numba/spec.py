@@ -1,4 +1,4 @@
-"""Numba's row: memguard's facts about it, as data."""
+"""What memguard knows about Numba, as a `FrameworkSpec`: names, measured sizes, error patterns."""
 
 from memguard._base.framework_spec import Examined, Exchanged, FrameworkSpec
 from memguard._base.units import MIB

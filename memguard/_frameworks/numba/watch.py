@@ -2,9 +2,9 @@
 
 An event on the legacy default stream covers that stream and the blocking streams, which `cuda.stream()` creates. Any
 other stream (an external one, a per-thread default one, one of cuda.core's) becomes visible when Numba creates a handle
-for it. It ends pooling for good, as earlier arrays may have been used on it too. By CUDA's documentation
-`cuStreamQuery` of the legacy stream reports on that stream alone, so the pool relies on it only while Numba has no
-other stream (`default_alone`).
+for it. Such a stream ends pooling for good, because earlier arrays may have been used on it too. By CUDA's
+documentation `cuStreamQuery` of the legacy stream reports on that stream alone, so the pool relies on it only while
+Numba has no other stream (`default_alone`).
 
 Numba's own kernels and copies read an address without exporting it. Any other reader (the CUDA array interface,
 `device_ctypes_pointer`, an IPC handle, `gpu_data.handle`) exports the block. All readers call the same function of
@@ -30,10 +30,11 @@ from memguard.errors import DeviceError, Suspended
 _blocking: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Numba's own live blocking streams, by handle."""
 _unmarked: set[object] = set()
-"""One entry for each of Numba's own streams, from before its first work until its end is marked. A stream is in both
-this set and `_blocking` for a time, so that it is never in neither."""
+"""One entry for each of Numba's own streams, from before its first work until the event at its end is recorded. A
+stream is in both this set and `_blocking` for a time, so that at least one of them always contains it."""
 _MOST_ENDED = 32
-"""The most marks before passed ones are removed. The bound rises to twice the number of marks that have not passed."""
+"""If more events than this are kept, the completed ones are removed. The bound rises to twice the number of incomplete
+events."""
 _PER_THREAD = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
 """The variable that makes cuda-python's stream 0 a per-thread stream. Numba sets it for
 NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM."""
@@ -114,24 +115,24 @@ def covered(stream: Any) -> bool:
 
 
 def default_alone() -> bool:
-    """Whether only the legacy default stream may have unfinished work, of all streams of Numba."""
-    return not _unmarked and not ended.marks  # in this order, as a stream is marked before it leaves `_unmarked`
+    """True if of all Numba's streams only the legacy default stream may have unfinished work."""
+    return not _unmarked and not ended.marks  # in this order: a stream enters `marks` before it leaves `_unmarked`
 
 
 class EndedStreams:
     """The unfinished work of destroyed streams. CUDA does not document whether the legacy stream still waits for it.
 
-    So a finalizer records a mark on each stream before Numba destroys the stream.
+    So a finalizer records a CUDA event on each stream before Numba destroys the stream.
     """
 
     def __init__(self) -> None:
         self.marks: list[EndedStreams.SharedMark] = []
-        """The marks that had not passed at the last check."""
+        """The events that were incomplete at the last check."""
         self._most = _MOST_ENDED
         self._lives = Counter[int]()  # the number of ended contexts by handle, as a later context may reuse a handle
 
     class SharedMark:
-        """A mark that several flushes wait for. It is closed when its work is done, not with the first flush."""
+        """A CUDA event that several flushes wait for. It is closed when it completes, not with the first flush."""
 
         def __init__(self, mark: streams.Mark, context: int) -> None:
             self.mark, self.context = mark, context
@@ -145,13 +146,13 @@ class EndedStreams:
         def close(self) -> None: ...
 
     def stream(self, handle: int) -> Callable[[], None]:
-        """Return a function that records a mark on a stream, unless its context has ended. Raises DeviceError if CUDA
-        refuses."""
+        """Return a function that records a CUDA event on a stream, unless the stream's context has ended. Raises
+        DeviceError if CUDA refuses."""
         ordinal, context = contexts.current() or 0, contexts.current_handle() or 0
         life = self._lives[context]
 
         def mark() -> None:
-            if self._lives[context] == life:  # otherwise the stream was destroyed, and the driver would crash
+            if self._lives[context] == life:  # the context lives: on a destroyed stream the driver would crash
                 if len(self.marks) > self._most:
                     self._most = max(_MOST_ENDED, 2 * len(self.unfinished()))
                 with contexts.capture_safe():
@@ -160,7 +161,7 @@ class EndedStreams:
         return mark
 
     def unfinished(self) -> list[EndedStreams.SharedMark]:
-        """The marks whose work may be unfinished. Raises DeviceError if a query fails."""
+        """The events whose work may be unfinished. Raises DeviceError if a query fails."""
         for shared in self.marks.copy():
             if shared.passed():
                 with contextlib.suppress(ValueError):  # another thread removed it
@@ -169,9 +170,9 @@ class EndedStreams:
         return self.marks.copy()
 
     def forget(self, context: int) -> None:
-        """Drop the marks of a context that ends, and never mark its streams again."""
+        """Drop the events of a context that ends. No further event is recorded on its streams."""
         self._lives[context] += 1
-        for shared in self.marks.copy():  # removes single entries, as a finalizer may append to the list at any time
+        for shared in self.marks.copy():  # not `clear`: a finalizer may append at any time
             if shared.context == context:
                 with contextlib.suppress(ValueError):
                     self.marks.remove(shared)
@@ -196,7 +197,7 @@ class Addresses:
         self._work = _codes(work)
 
     def exported(self, frame: FrameType | None) -> bool:
-        """Whether the code of this frame reads the address to export it."""
+        """Whether this frame's code reads the address in order to export it."""
         while frame is not None and frame.f_code in self._between:
             frame = frame.f_back
         return frame is None or frame.f_code not in self._work
@@ -209,8 +210,7 @@ def _codes(functions: list[Any]) -> frozenset[CodeType]:
 
 
 def _configured() -> bool:
-    """Whether a kernel was configured with a stream before memguard watched: Numba caches `kernel[blocks, threads,
-    stream]`."""
+    """Whether a kernel was configured with a stream before `watch`: Numba caches `kernel[blocks, threads, stream]`."""
     dispatcher = getattr(sys.modules.get("numba.cuda.dispatcher"), "CUDADispatcher", None)
     made = getattr(getattr(dispatcher, "configure", None), "cache_info", None)
     return made is not None and made().currsize > 0

@@ -1,1 +1,1 @@
-"""PyCUDA: its adapter, its pools, its contexts."""
+"""PyCUDA: the adapter, its pools and its contexts."""

@@ -124,8 +124,8 @@ class PyCUDA(Framework):
         return usage_of((held, in_use, idle, None, None, peak))
 
     def _uncounted(self, device: Device) -> Usage | None:
-        """Without a cap: unknown bytes on a GPU where a reading found a PyCUDA context, as nothing counts them. A
-        reading finds another thread's context only if `pycuda.autoinit` created it."""
+        """The usage without a cap: unknown bytes on a GPU where a reading found a PyCUDA context, because memguard then
+        counts no PyCUDA memory. A reading finds another thread's context only if `pycuda.autoinit` created it."""
         ordinal = contexts.ordinals().get(device.uuid)
         if ordinal is not None and (automatic(ordinal) or (pushed() is not None and contexts.current() == ordinal)):
             self._seen.add(device.uuid)
@@ -163,10 +163,10 @@ class PyCUDA(Framework):
                     pool.free_held(needed=None if needed is None or nested else missing)
                 elif needed is not None and _idle_bytes(pool):
                     pool.wanted, self._some_wanted = max(pool.wanted, missing), True
-                    pool.close()  # otherwise a `hit` would skip the check
+                    pool.close()  # an open pool serves a `hit` without the check
 
     def _free_wanted(self, drv: Any) -> None:
-        """Free the bytes that other threads wanted from this thread's pools. Callers hold the lock."""
+        """Free the bytes that other threads requested from this thread's pools. Callers hold the lock."""
         current = current_context(drv)
         self._some_wanted = False
         for pool in self._all():
@@ -182,9 +182,9 @@ class PyCUDA(Framework):
         self._caps = dict(caps)
 
     def footprint(self, size: int) -> int:
-        """A block of `size`'s bin (at most a sixteenth larger) in whole pages, as a small block may open a slab.
-
-        For a pool with memory: a pool's first allocation also takes one small block, which stays idle.
+        """The bytes of a block of the request's bin (at most a sixteenth larger), in whole pages because a small block
+        may open a slab. Holds for a pool with memory: a pool's first allocation also takes one small block, which stays
+        idle.
         """
         with self._lock:
             pool = next(iter(self._own.values()), None)
@@ -207,7 +207,7 @@ class PyCUDA(Framework):
         with self._lock:
             self._events = []
             for pool in self._all():
-                pool.close()  # a trace needs each allocation, and a hit is not recorded
+                pool.close()  # a trace needs each allocation, and a `hit` records none
 
         def stop() -> list[TraceEvent]:
             events, self._events = self._events or [], None
@@ -384,7 +384,7 @@ class PyCUDA(Framework):
             return pool
 
     def _tracked(self, pool: Any) -> Pool | None:
-        """The record of a user's pool, or None. Drops an earlier pool's record with the same `id`."""
+        """memguard's `Pool` of a user's pool, or None. Drops the `Pool` of an earlier user pool with the same `id`."""
         tracked = self._others.get(id(pool))
         if tracked is not None and tracked.reference() is not pool:
             self._drop(id(pool), tracked)
@@ -419,8 +419,8 @@ class PyCUDA(Framework):
             more -= 1  # here the error and its frames are already freed
 
     def _room_for(self, error: BaseException, uuid: str, requested: int) -> bool:
-        """Request room for a failed request; returns whether room was made. Does nothing inside another call that holds
-        the lock."""
+        """Request room for a failed request; returns whether siblings released memory or the cap rose. Does nothing
+        inside another call that holds the lock."""
         shortage = attached_shortage(error, self.name, uuid, requested)
         if shortage is None or uuid not in self._caps or self.capturing():
             return False
@@ -471,8 +471,8 @@ class PyCUDA(Framework):
         take: Callable[[], _Taken],
         undo_allocation: Callable[[_Taken], None],
     ) -> _Taken:
-        """Call `take` within the cap and return its result. Raises PyCUDA's own MemoryError if the cap forbids it even
-        without idle blocks, or if the driver refuses it."""
+        """Call `take` within the cap and return the result. Raises PyCUDA's own MemoryError if the allocation exceeds
+        the cap even after idle blocks are freed, or if the driver refuses it."""
         cap = self._caps.get(uuid)
         for last in (False, True):
             held = self._counted_bytes(uuid)
@@ -527,8 +527,8 @@ class PyCUDA(Framework):
         return in_use
 
     def _note_peak(self, uuid: str, rising: Pool | None = None) -> None:
-        """Update the peak. `rising` may then grow up to the peak without another update; the other pools only up to
-        their bytes now."""
+        """Update the peak. Until the next update, `rising` may grow up to the peak, and the other pools only up to
+        their present bytes."""
         pools = self._pools(uuid)
         for pool in pools:
             pool.peak_room = -1  # another thread's `hit` calls this method too, and waits for the lock
@@ -569,9 +569,10 @@ class PyCUDA(Framework):
         _never_freed.append(pool)
 
     def _pools(self, uuid: str) -> list[Pool]:
-        """The pools on this GPU, without those of destroyed contexts.
+        """The pools on this GPU, except pools of destroyed contexts.
 
-        It does not check the primary context, which other frameworks keep alive, as each reading calls this method.
+        Each ledger reading calls this method, so it skips the check of the primary context: other frameworks keep that
+        context alive.
         """
         pools = [pool for pool in list(self._own.values()) if pool.uuid == uuid]
         if pools:
@@ -617,7 +618,8 @@ def _idle_bytes(pool: Pool) -> int:
 
 
 def _discard(pools: dict[int, Pool], key: int, pool: Pool | None) -> None:
-    """Remove the entry if it is still this pool. Atomic, as it makes no call that a signal handler could interrupt."""
+    """Remove the entry if it is still this pool. Atomic, because it makes no call that a signal handler could
+    interrupt."""
     if key in pools and pools[key] is pool:
         del pools[key]
 

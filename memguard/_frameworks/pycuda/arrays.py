@@ -1,4 +1,4 @@
-"""The exchange adapter of PyCUDA's arrays, which name no stream.
+"""The exchange adapter of PyCUDA's arrays, which do not record a stream.
 
 If PyCUDA is the producer, the consumer waits for all work of the context. If it is the consumer, the user's stream
 waits, or the host without a stream. PyCUDA frees memory only on the thread that allocated it, so memguard releases a

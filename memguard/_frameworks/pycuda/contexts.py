@@ -1,4 +1,5 @@
-"""Reads PyCUDA's contexts and their creators, makes `make_context` return the primary one, and watches its streams.
+"""Reads PyCUDA's contexts and their creators, makes `make_context` return the primary context, and watches PyCUDA's
+streams.
 
 PyCUDA keeps a stack of contexts for each thread. PyCUDA aborts the process if a context is still on the stack at the
 thread's end or at exit: code that pushes a context must pop it.
@@ -80,7 +81,8 @@ _non_blocking = True
 
 
 def watch_streams(drv: Any, replaced: Replacements, *, used: bool) -> None:
-    """Detect the creation of non-blocking streams until `replaced` is undone. `used`: one may exist already."""
+    """Detect the creation of non-blocking streams until `replaced` is undone. `used`: a non-blocking stream may exist
+    already."""
     global _watched, _non_blocking
 
     def init(original: Callable[..., None]) -> Callable[..., None]:

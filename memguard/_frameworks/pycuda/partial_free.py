@@ -1,8 +1,8 @@
 """Frees only some idle blocks of PyCUDA's pool: `SetAsideBlocks` protects the others from the pool's `free_held`.
 
-`free_held` frees all idle blocks. To keep some, `SetAsideBlocks` allocates them during the call, and then drops the
-allocations. A request of a bin's size gets an idle block of that bin, so these allocations take no driver memory. `Bin`
-counts the pool's blocks of one size.
+`free_held` frees all idle blocks. To keep some blocks, `SetAsideBlocks` allocates them during the call, and then drops
+the allocations. A request of a bin's size gets an idle block of that bin, so these allocations take no driver memory.
+`Bin` counts the pool's blocks of one size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Bin:
 
     def record_allocation(self, address: int, allocation: Any) -> None:
         """Record the allocation of a block for which the request removed no entry."""
-        with contextlib.suppress(IndexError):  # a concurrent `hit` may remove the last one
+        with contextlib.suppress(IndexError):  # a concurrent `hit` may remove the last block
             self.idle.pop()
         reference = ref(allocation, self.freed)
         if address in self.held:
@@ -71,7 +71,7 @@ class SetAsideBlocks:
         return bool(self._taken)
 
     def bytes(self) -> int:
-        """The bytes of these blocks, which PyCUDA counts as active."""
+        """The bytes of the set-aside blocks, which PyCUDA counts as active."""
         return sum([found.size for found, _ in self._taken])
 
     def take(self, pool: Any, bins: Iterable[Bin], small: list[object], pages: DriverPages, needed: int) -> None:
@@ -86,7 +86,7 @@ class SetAsideBlocks:
             while len(found.idle) > spared:
                 try:
                     found.idle.pop()
-                except IndexError:  # a concurrent `hit` removed the last one
+                except IndexError:  # a concurrent `hit` removed the last block
                     break
                 # One C call allocates and records the block, so that no interruption can lose it.
                 self._taken.extend(zip((found,), map(self._allocate, (pool,), (found.size,)), strict=False))

@@ -32,7 +32,7 @@ class RawPool:
 
 
 class Pool:
-    """A PyCUDA pool with facts that PyCUDA does not report: its blocks, and which of them are in use.
+    """A PyCUDA pool that also records its blocks and which of them are in use: PyCUDA reports neither.
 
     A request served by an idle block does not change the driver's memory. So `hit` checks neither the cap nor the
     driver's pages, and takes no lock. Callers of all other methods hold the adapter's lock.
@@ -50,12 +50,12 @@ class Pool:
         self.own: Any = None
         """PyCUDA's pool object, for memguard's own pools."""
         self.peak_room = -1
-        """Above this many `active_bytes` the pool calls `on_new_peak`, as there may be a new peak."""
+        """If `active_bytes` exceeds this, the pool calls `on_new_peak`, because a new peak is possible."""
         self.on_new_peak: Callable[[Pool], None] = lambda _: None
         self.memory_exists: Callable[[], bool] = _unknown
-        """Asks the driver whether the pool's memory still exists. False also while the pool has no memory."""
+        """Queries the driver whether the pool's memory still exists. Also False while the pool has no memory."""
         self.context_id: int | None = None
-        """The driver's id of the context of the pool's memory; None if unknown, or without memory."""
+        """The driver's id of the context that owns the pool's memory; None if unknown, or if the pool has no memory."""
         self.made_in, self._thread = made_in, threading.get_ident()
         self._raw, self._pages = raw, pages
         self._allocate = raw.allocate
@@ -76,7 +76,8 @@ class Pool:
         self._refreshed = -1, -1
         """PyCUDA's bytes and `_known_bytes` when `refresh` last found a difference."""
         self._earlier_bytes: int = pool().managed_bytes
-        """Bytes of blocks allocated before the budget. A request that gets such a block detects it."""
+        """Bytes of blocks allocated before the budget. A request that is served by such a block adds the block to the
+        known ones."""
 
     def hit(self, pool: Any, size: int) -> Any:
         """Allocate an idle block of PyCUDA's `pool`. None if there is none, or if a check fails."""
@@ -120,19 +121,19 @@ class Pool:
         return [(found, len(found.idle)) for found in bins]
 
     def skip_peak_check(self, noted: list[tuple[Bin, int]]) -> None:
-        """Let `hit` skip that check, as the peak now includes the bytes in use. `noted` was read before those bytes, so
-        concurrent allocations and frees only make the bounds stricter."""
+        """Make `hit` skip the check of the bytes in use, because the recorded peak now includes them. `noted` was read
+        before those bytes, so concurrent allocations and frees only make the bounds stricter."""
         for found, idle in noted:
             found.enough = max(idle, len(found.idle))
 
     def dead(self) -> bool:
-        """Whether the context was destroyed, and the pool's memory with it. Other memory may have its addresses
-        then."""
+        """True if the context, and with it the pool's memory, was destroyed. The driver may have reused the
+        addresses."""
         while self._witness is not None:
             lives = self.memory_exists
             if lives():
                 return False
-            if self.memory_exists is lives:  # otherwise a signal handler freed the checked block
+            if self.memory_exists is lives:  # false if a signal handler freed the checked block
                 return True
         return False
 
@@ -159,7 +160,7 @@ class Pool:
         return allocation
 
     def reachable(self, context: int | None) -> bool:
-        """Whether this thread, whose current PyCUDA context has this handle, can free the pool's idle blocks.
+        """True if this thread, whose current PyCUDA context has this handle, can free the pool's idle blocks.
 
         On a thread other than the pool's, PyCUDA's free leaks unless the same context object is current. For its own
         pools memguard has that object, and pushes it on a thread without a context.
@@ -169,7 +170,8 @@ class Pool:
         return self.made_in is not None and self._witness is not None and self.memory_exists()
 
     def undo_allocation(self, allocation: Any) -> None:
-        """Free an allocation that exceeds the cap, together with its block, so that no other request gets the block."""
+        """Free an allocation that exceeds the cap, and return its block to the driver, so that no other request gets
+        the block."""
         self.free_held(allocation=allocation)
 
     def close(self) -> None:
@@ -188,10 +190,9 @@ class Pool:
     def free_held(
         self, call: Callable[[Any], None] | None = None, allocation: Any = None, needed: int | None = None
     ) -> None:
-        """Free the idle blocks, with `call` if given, else with PyCUDA's own `free_held`.
-
-        `allocation`: free its block too. `needed`: free only as many blocks as return these bytes to the driver. During
-        the call no idle block serves a request.
+        """Free the idle blocks, with `call` if given, else with PyCUDA's own `free_held`. `allocation`: free this
+        allocation's block too. `needed`: free only as many blocks as return these bytes to the driver. During the call
+        no idle block serves a request.
         """
         pool = self.reference()
         if pool is None:
@@ -232,7 +233,7 @@ class Pool:
         try:
             try:
                 self.close()
-                set_aside.end()  # left over if a Ctrl-C interrupted the last call
+                set_aside.end()  # nothing to end unless a Ctrl-C interrupted the last call
                 if needed is not None and self._keeps_idle:
                     set_aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
                 self._free_rest(pool, free_held)
@@ -277,14 +278,14 @@ class Pool:
         known = found.held.get(address) if found is not None else None
         if found is None or known is None or known() is not allocation:
             return False
-        if address in found.held:  # otherwise a signal handler has freed the block since
+        if address in found.held:  # false if a signal handler has freed the block
             # Drops the weak reference and its callback: the object's end must not count as a second free.
             found.held[address] = None
             found.freed(None)
         return True
 
     def refresh(self) -> None:
-        """Drop the blocks that other code has freed."""
+        """Stop counting the blocks that other code has freed."""
         pool = self.reference()
         managed = pool.managed_bytes if pool is not None else 0
         if not managed:
@@ -379,7 +380,7 @@ class Pool:
             finally:
                 if type(ours).get_current() is ours:
                     ours.pop()
-        finally:  # again, in case a Ctrl-C interrupted the first: a context on the stack at exit aborts the process
+        finally:  # repeated after a Ctrl-C: a context left on the stack aborts the process at exit
             if type(ours).get_current() is ours:
                 ours.pop()
 
@@ -413,8 +414,8 @@ class Pool:
             found.idle.clear()
 
     def _forget_freed(self) -> None:
-        """Drop the blocks that the pool has freed. The driver identifies them, as a concurrent `hit` may be using a
-        block."""
+        """Stop counting the blocks that the pool has freed. Queries the driver for each block, because a concurrent
+        `hit` may be using one."""
         for address, known in list(self._ids.items()):
             where = self._bin_at.get(address)
             if where is not None and where.free(address) and not _still_allocated(address, known):
@@ -456,13 +457,13 @@ class Pool:
         pages.apply_changes()
 
     def _choose_witness(self) -> None:
-        """Choose a block as witness: while the driver reports its id, its context exists."""
+        """Choose a witness block: while the driver reports this block's id, the pool's context exists."""
         self._witness, self.memory_exists = None, _unknown
         for address in list(self._ids):
             known = self._ids.get(address)
             if known is not None:
                 lives = contexts.watch(address, known)
-                if self._ids.get(address) == known:  # otherwise a signal handler has freed it since
+                if self._ids.get(address) == known:  # false if a signal handler has freed the block
                     self._witness, self.memory_exists = address, lives
                     if self.context_id is None:
                         self.context_id = contexts.current_id(self.context)

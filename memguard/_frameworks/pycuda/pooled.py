@@ -1,6 +1,6 @@
 """PyCUDA in the shared pool, behind `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`.
 
-They return a `PointerHolderBase` instead of a `DeviceAllocation`, which cannot be created from an address. PyCUDA
+The allocations are `PointerHolderBase` objects, because a `DeviceAllocation` cannot be created from an address. PyCUDA
 accepts both in the same places, kernels included. The pool belongs to the primary context, so allocations in other
 contexts bypass it.
 """
@@ -83,7 +83,7 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
 
     def _block(self, drv: Any, kind: Any, size: int) -> Any:
         """Allocate a block of the pool; None if PyCUDA must serve the request itself. Raises PyCUDA's own MemoryError
-        if there is no room."""
+        if the pool has too little memory."""
         if size <= 0 or current_context(drv) is None:
             return None
         blocks = self.shared_pool.blocks(self.name)
@@ -102,7 +102,7 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
 
 def _block_class(drv: Any) -> type:
     class PoolAllocation(drv.PointerHolderBase):  # type: ignore[misc]
-        """A block of memguard's shared pool, freed once: by `free` or at this object's end."""
+        """A block of memguard's shared pool, freed once: by `free` or when this object is garbage-collected."""
 
         def __init__(self, held: PoolBlock) -> None:
             super().__init__()

@@ -1,1 +1,1 @@
-"""RMM: a limit around its memory resource."""
+"""RMM: limits RMM's memory resource where a framework uses it as its allocator."""

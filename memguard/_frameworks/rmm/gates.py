@@ -1,7 +1,7 @@
 """The functions of RMM that wait while the process is suspended.
 
-It is unknown whether they release the GIL. RMM calls the driver in C. The table omits methods that start with two
-underscores, as RMM's types are written in C.
+Whether these functions release the GIL is unknown. RMM calls the driver in C. The table omits methods that start with
+two underscores, as RMM's types are written in C.
 """
 
 from __future__ import annotations

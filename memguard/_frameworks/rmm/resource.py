@@ -1,10 +1,10 @@
-"""Limits RMM where it is a framework's allocator, by an adaptor around its resource; else it is only watched.
+"""Limits RMM as a framework's allocator, by an adaptor around RMM's memory resource.
 
-`LimitingResourceAdaptor` counts live allocations. Around a resource without a cache (`CudaMemoryResource`) these are
-the held bytes, and the cap holds. A pool may hold more, so around a pool the framework is `watched`. The adaptor counts
-requested bytes; the driver's pages may be more. At its limit RMM raises the built-in MemoryError (measured). RMM has
-one resource per device for all its clients: the first framework's cap limits it, and a second one shares that limit. An
-`RmmClient` is an adapter whose framework may be a client of RMM.
+`LimitingResourceAdaptor` counts live allocations. Around a resource without a cache (`CudaMemoryResource`) the live
+allocations are the held bytes, and the cap holds. A pool may hold more, so around a pool the framework is `watched`.
+The adaptor counts requested bytes; the driver's pages may be more. At its limit RMM raises the built-in MemoryError
+(measured). RMM has one resource per device for all its clients: the first framework's cap limits it, and a second one
+shares that limit. An `RmmClient` is an adapter whose framework may be a client of RMM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from memguard.errors import CapNotApplied
 
 _Method = TypeVar("_Method", bound=Callable[..., object])
 _limits: dict[int, tuple[str, Any]] = {}
-"""By ordinal: the framework whose cap limits RMM, and the adaptor."""
+"""For each GPU, by ordinal: the framework whose cap limits RMM, and the adaptor."""
 
 
 class Limit:
@@ -61,9 +61,10 @@ class Limit:
 
 
 class RmmClient(Framework):
-    """Base of an adapter whose framework may have RMM as its allocator. These methods apply then.
+    """Base class of an adapter whose framework can use RMM as its allocator. While RMM is the allocator, the methods of
+    this class replace the adapter's.
 
-    A subclass decorates its own versions with `unless_rmm`. RMM's limit is fixed, so `Framework.resize` raises.
+    A subclass decorates its own methods with `unless_rmm`. RMM's limit is fixed, so `Framework.resize` raises.
     """
 
     def __init__(self, host: Host) -> None:
@@ -81,7 +82,7 @@ class RmmClient(Framework):
         return self._rmm.drift() if self._rmm is not None else []
 
     def _limit_rmm(self, caps: Mapping[str, int], undo: Undo, ordinals: Mapping[str, int] | None = None) -> Applied:
-        """Limit RMM, which is the framework's allocator. `ordinals` are CUDA's by UUID, if known."""
+        """Limit RMM, which is the framework's allocator. `ordinals` has CUDA's ordinals by UUID, if known."""
         found = _ordinals(self.name, self.host) if ordinals is None else ordinals
         self._rmm, applied = apply(self.name, caps, found, undo)
         return applied
@@ -150,13 +151,13 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
         limit.standing.clear()
         for ordinal, uuid in capped.items():
             if ordinal not in _limits or _limits[ordinal][1] is not adaptors[uuid]:
-                continue  # never limited, or restored by an interrupted call before
+                continue  # memguard never limited it, or an interrupted call restored it
             now = rmm.mr.get_per_device_resource(ordinal)
             if now is adaptors[uuid]:
                 rmm.mr.set_per_device_resource(ordinal, before[ordinal])
             elif now is not before[ordinal] and f"cuda:{ordinal}" not in stays:
                 stays.append(f"cuda:{ordinal}")
-            _limits.pop(ordinal, None)  # last, so that a second call repeats a device after an interruption
+            _limits.pop(ordinal, None)  # last, so that after an interruption a second call repeats this device
         if stays:
             why = f"RMM's resource was wrapped again after memguard.init, so its limit stays on {' and '.join(stays)}"
             stays.clear()
@@ -175,7 +176,8 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
 
 
 def _goes_through(resource: Any, adaptor: Any) -> bool:
-    """Whether the resource's allocations reach the adaptor: it is the adaptor, or wraps it. True without an adaptor."""
+    """True if the resource is the adaptor or wraps it, so that its allocations reach the adaptor. Also True without an
+    adaptor."""
     for _ in range(100):
         if adaptor is None or resource is adaptor:
             return True

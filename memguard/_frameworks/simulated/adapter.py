@@ -81,7 +81,8 @@ MODELS: Mapping[str, AllocatorModel] = {
         lambda start: NumbaMemory(start.take, start.give, start.cap, total=start.gpu.usable), round_up, 2 * MIB
     ),
 }
-"""By the `allocator` of a row. A row without a model gets the generic one, a caching pool like torch's."""
+"""The model of an allocator, by `FrameworkSpec.allocator`. An allocator without a model gets the generic one, a caching
+pool like torch's."""
 _REQUESTS_ROOM = frozenset(row.allocator for row in SPECS.values() if row.requests_room)
 """The allocators that request room before they refuse a request, as memguard's own do."""
 
@@ -104,7 +105,7 @@ class FrameworkOutOfMemory(SimulatedOutOfMemory):
         super().__init__(text, refused.requested, free)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Support pickling, as engines send a worker's exceptions to another process."""
+        """Supports pickling, because parallel engines send a worker's exceptions to another process."""
         return _copied, (self.framework, self.args), vars(self)
 
 
@@ -146,7 +147,7 @@ class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class SimulatedFramework(Framework):
-    """A framework with a row, or any `name` with an `allocator`, which is a key of `MODELS`.
+    """A framework with a spec, or any `name` with an `allocator`, which is a key of `MODELS`.
 
     It is live from its first `allocate`, which opens the shared context. Without a cap only the GPU limits it; `bfc`
     then takes nearly the whole GPU at once, as TensorFlow does, and `xla` three quarters of it, as JAX does.
@@ -186,7 +187,7 @@ class SimulatedFramework(Framework):
         self._recording: list[TraceEvent] | None = None
         self._recorded: set[int] = set()  # arrays whose allocation was recorded; only their frees are recorded
         self._lock, self._importing = host.lock, threading.RLock()
-        self._allocating = 0  # the thread with an allocation in progress, else 0
+        self._allocating = 0  # the id of the thread with an allocation in progress; 0 if none
 
     def state(self) -> State:
         if self._pools:
@@ -249,7 +250,7 @@ class SimulatedFramework(Framework):
             self._set()
 
     def usage(self, device: Device) -> Usage | None:
-        """The real framework's figures. `peak` is the peak of `in_use`."""
+        """The figures that the real framework would report. `peak` is the peak of `in_use`."""
         with self._lock:
             pool = self._pools.get(device.uuid)
             if pool is None:
@@ -280,7 +281,7 @@ class SimulatedFramework(Framework):
 
     def trim(self, device: Device) -> None:
         with self._lock:
-            if device.uuid in self._pools and not self._allocating:  # otherwise called inside an allocation
+            if device.uuid in self._pools and not self._allocating:  # within an allocation the pool must not change
                 self._pools[device.uuid].trim()
 
     def trim_partly(self, device: Device, needed: int) -> None:
@@ -318,7 +319,7 @@ class SimulatedFramework(Framework):
             raise
 
     def _served(self, gpu: Device, nbytes: int, exact: bool) -> int:
-        within = self._allocating == threading.get_ident()  # a signal handler or a finalizer does not request room
+        within = self._allocating == threading.get_ident()  # true in a signal handler or finalizer
         for left in reversed(range(_MOST_ROOM_REQUESTS + 1 if self.requests_room and not within else 1)):
             try:
                 return self._allocate(gpu, nbytes, exact)
@@ -330,8 +331,8 @@ class SimulatedFramework(Framework):
         raise AssertionError("the last attempt returns or raises")
 
     def _needed(self, gpu: Device, nbytes: int, full: bool) -> int:
-        """The most driver bytes of the request. On a full GPU it adds the framework's start, if the framework is not
-        live there."""
+        """The most driver bytes of the request. On a full GPU it adds the bytes that the framework's start takes, if
+        the framework is not live there."""
         needed = round_up(self.footprint(nbytes))
         if full and gpu.uuid not in self._pools:
             needed += self.model.first_work + (0 if self._gpus.context_active(gpu) else CONTEXT)
@@ -353,7 +354,7 @@ class SimulatedFramework(Framework):
             return array
 
     def free(self, array: int) -> None:
-        """Free an array by its id. ValueError if it is not live."""
+        """Free an array by its id. Raises ValueError if the array is not live."""
         with self._lock:
             if array not in self._blocks:
                 raise ValueError(f"{self.name}: array {array} is not live (freed twice?)")
@@ -376,7 +377,7 @@ class SimulatedFramework(Framework):
         return self._pools[gpu.uuid]
 
     def _too_late(self) -> str | None:
-        """Why a live framework can no longer be capped; None if it can."""
+        """The reason why a live framework can no longer be capped; None if it can."""
         if self.model.fixed and self._pools:
             return "its limit is fixed when it initialises"
         if any(isinstance(pool, NumbaMemory) and not pool.managed for pool in self._pools.values()):

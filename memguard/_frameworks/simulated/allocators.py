@@ -5,8 +5,8 @@ pool, and were checked against figures measured on an H200. `driver_allocators.p
 models count bytes and use no memory. They omit streams, garbage-collection thresholds, expandable segments, private
 pools, and the 10 s of retries of TensorFlow and JAX. They are not thread-safe: callers hold a lock.
 
-`Start` is the parameters with which a framework creates its allocator on a GPU. The functions `*_footprint` compute the
-driver bytes of one request.
+`Start` has the parameters with which a framework creates its allocator on a GPU. The functions `*_footprint` compute
+the driver bytes of one request.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Allocator(ABC):
     def allocate(self, nbytes: int, *, exact: bool = False) -> int:
         """Allocate; returns the block's id. Raises AllocationRefused if the cap or the driver forbids it.
 
-        `exact` leaves no slack in a block that the allocator splits, for a recorded level that already includes the
-        slack.
+        With `exact` a block that the allocator splits gets no slack, because the size of a recorded level already
+        includes it.
         """
         if nbytes < 1:
             raise ValueError(f"cannot allocate {nbytes} bytes")
@@ -77,7 +77,7 @@ class Allocator(ABC):
         """Release cached memory to the driver; returns the bytes."""
 
     def trim_partly(self, needed: int) -> None:
-        """As `trim`, but release only about `needed` bytes if the allocator can."""
+        """Release about `needed` bytes if the allocator can release a part; otherwise the same as `trim`."""
         self.trim()
 
     @abstractmethod
@@ -89,7 +89,8 @@ class Allocator(ABC):
         """Free the block; returns the bytes to subtract from `in_use`. KeyError if it is not live."""
 
     def _grow(self, nbytes: int) -> bool:
-        """Take bytes from the driver and count them as held, unless the cap or the driver forbids it."""
+        """Take bytes from the driver and count them as held. Raises AllocationRefused if the cap or the driver forbids
+        it."""
         if not self._below_cap(nbytes) or not self._draw(nbytes):
             return False
         self._count(nbytes)
@@ -99,7 +100,7 @@ class Allocator(ABC):
         return self.cap is None or self.held + nbytes <= self.cap
 
     def _draw(self, nbytes: int) -> bool:
-        """Take bytes from the driver, unless it refuses."""
+        """Take bytes from the driver. Raises AllocationRefused if the driver refuses."""
         try:
             self._take(nbytes)
         except SimulatedOutOfMemory as error:
@@ -176,8 +177,8 @@ class TorchCachingAllocator(Allocator):
 class BFCAllocator(Allocator):
     """The BFC allocator of TensorFlow and of XLA. `cap` is its memory limit, set once and never changed.
 
-    It has no trim. TensorFlow's allocator releases wholly free regions by itself, only before it refuses a request
-    (`collects`: TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default). XLA's never releases any.
+    Nothing can trim it. TensorFlow's allocator releases wholly free regions by itself, only before it refuses a request
+    (`collects`: TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default). XLA's allocator never releases a region.
     """
 
     ALIGN, FIRST_REGION, MOST_SLACK = 256, 2 * MIB, 128 * MIB
@@ -251,7 +252,7 @@ class BFCAllocator(Allocator):
 
 
 def serving(sizes: Iterable[int], short: int) -> int:
-    """Of cached blocks of these sizes, the smallest with at least `short` bytes; else the largest."""
+    """The size of the cached block to free: the smallest with at least `short` bytes; else the largest."""
     kept = sorted(sizes)
     return next((size for size in kept if size > SMALL and round_up(size) >= short), kept[-1])
 

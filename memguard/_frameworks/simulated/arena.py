@@ -61,7 +61,7 @@ class Arena:
         return chunk
 
     def whole(self) -> int:
-        """Bytes of the regions that are wholly free."""
+        """Total bytes of the wholly free regions."""
         return sum(size for size, _, chunk in self._free if chunk.prev is chunk.next is None)
 
     def drop_whole(self) -> list[Chunk]:

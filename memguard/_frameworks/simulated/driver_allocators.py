@@ -16,7 +16,7 @@ from memguard._frameworks.simulated.allocators import Allocator, serving
 from memguard._frameworks.simulated.arena import Arena, Chunk
 
 UNIT = 512
-"""Bytes. CuPy rounds requests up to this, and the driver the pieces of a slab."""
+"""CuPy rounds requests up to this many bytes, and the driver rounds pieces of a slab up to it."""
 
 
 class Piece(NamedTuple):
@@ -143,7 +143,7 @@ class NumbaMemory(Allocator):
 
     Freed memory stays held until more than ten frees, or more than a fifth of `total` (the device's bytes), are
     pending. Under a cap memguard then pools the memory, and reuses it for requests that the driver rounds up to the
-    same size. `managed`: whether it was created under a cap, as the memory manager cannot change afterwards.
+    same size. `managed`: whether Numba's memory manager was created under a cap; it cannot change afterwards.
     """
 
     MOST_PENDING, PENDING_SHARE = 10, 5
@@ -210,7 +210,7 @@ class NumbaMemory(Allocator):
         return nbytes
 
     def _from_pool(self, nbytes: int) -> Piece | None:
-        """A pooled block; None if there is none, or above the cap, as pooled blocks must be freed there."""
+        """A pooled block; None if there is none. Also None above the cap, because pooled blocks must then be freed."""
         kept = self._pooled.get(whole(nbytes))
         if not kept or self.cap is None or self.held > self.cap:
             return None

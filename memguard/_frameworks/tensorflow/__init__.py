@@ -1,1 +1,1 @@
-"""TensorFlow: its adapter, its gates, and its use of the shared pool."""
+"""TensorFlow: the adapter, the gates, and the shared pool's adapter."""

@@ -30,7 +30,7 @@ from memguard._frameworks.tensorflow.spec import SPEC
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 permanent_caps: dict[str, tuple[int, int, bool]] = {}
-"""Cap, limit and growth at TensorFlow's start, by device UUID, which stay until the process ends."""
+"""The cap, limit and growth at TensorFlow's start, by device UUID. They stay until the process ends."""
 _EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATORS = SPEC.allocators
@@ -49,11 +49,11 @@ class TensorFlow(Framework):
         self._growth = True
         self._limits: dict[str, int] = {}  # the effective limit: the cap, or the user's own stricter limit
         self._logical: dict[str, int] = {}
-        self._seen: dict[str, range] | None = None  # logical devices' numbers by GPU, of a live TensorFlow without caps
-        self._unmatched = False  # whether a GPU of such a TensorFlow has an unknown UUID
+        self._seen: dict[str, range] | None = None  # logical devices' indices by GPU, without caps
+        self._unmatched = False  # whether a GPU in `_seen` has an unknown UUID
         self._gpus: dict[Any, str] = {}  # UUIDs by TensorFlow's device
         self._user_devices: dict[Any, list[Any]] = {}  # the user's later configurations, by TensorFlow's device
-        self._spans: dict[str, range] = {}  # logical devices' numbers by GPU, once the user has configured one
+        self._spans: dict[str, range] = {}  # indices of the logical devices by GPU, once the user has configured one
         self._undo_allocator: Callable[[], None] = lambda: None
         self._last_drift: list[Drift] = []  # the drift at the last check
         self._final_context: weakref.ref[Any] | None = None  # the live context for which `_last_drift` is final
@@ -114,10 +114,10 @@ class TensorFlow(Framework):
     def usage(self, device: Device) -> Usage | None:
         """Usage from `get_memory_info` (2.3 µs), only for a live TensorFlow, as the call initialises it.
 
-        With growth TensorFlow reports bytes in use, not bytes held: then held is None, with bounds. The lower bound is
-        the peak in use, which is too high after the allocator has released idle regions, as it does before it refuses a
-        request. Both figures are None for sessions of a TF1 program without the eager context, for an allocator without
-        statistics, and if a GPU cannot be identified.
+        With growth TensorFlow reports bytes in use, not bytes held: then held is None, with a lower and an upper bound.
+        The lower bound is the peak in use. It is too high after the allocator has released idle regions, which it does
+        before it refuses a request. Both figures are None for sessions of a TF1 program without the eager context, for
+        an allocator without statistics, and if a GPU cannot be identified.
         """
         tf: Any = sys.modules.get("tensorflow")
         if tf is None:
@@ -209,7 +209,7 @@ class TensorFlow(Framework):
         return matched
 
     def _numbers(self, tf: Any, device: Device) -> Sequence[int] | None:
-        """The numbers of the GPU's logical devices; empty if it has none, None if unknown."""
+        """The indices of the GPU's logical devices; empty if it has none, None if unknown."""
         if self._spans:
             return self._spans.get(device.uuid, ())
         if self._logical:
@@ -220,7 +220,7 @@ class TensorFlow(Framework):
         return self._seen.get(device.uuid, None if self._unmatched else ())
 
     def _count_numbers(self) -> dict[str, range]:
-        """The numbers of the logical devices for each GPU. The user may have split a GPU into several logical
+        """The indices of the logical devices on each GPU. The user may have split a GPU into several logical
         devices."""
         found, first = {}, 0
         for gpu, uuid in self._gpus.items():
@@ -230,8 +230,8 @@ class TensorFlow(Framework):
         return found
 
     def _read_numbers(self, tf: Any) -> dict[str, range]:
-        """Read the logical devices' numbers for each GPU. CUDA is initialised, so reading its ordinals starts no child
-        process."""
+        """Read the indices of the logical devices on each GPU. CUDA is initialised, so reading its ordinals starts no
+        child process."""
         gpus = tf.config.get_visible_devices("GPU")
         try:
             devices = self.host.devices(ordinals=True) if gpus else ()
@@ -315,7 +315,7 @@ class TensorFlow(Framework):
 
     def _wrap_set_growth(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_memory_growth(context: Any, dev: Any, enable: bool) -> Any:
-            """Call the original without memguard's entry in the device table: with the entry, TensorFlow refuses
+            """Call the original while memguard's entry is not in the device table: with the entry, TensorFlow refuses
             growth."""
             table = getattr(context, "_virtual_device_map", None)
             if dev not in self._gpus or dev in self._user_devices or not isinstance(table, dict) or dev not in table:
@@ -367,8 +367,8 @@ class TensorFlow(Framework):
         return __init__
 
     def _capped_config(self, config: Any) -> Any:
-        """The session's ConfigProto, with limits within the cap of every GPU. The same object if its limits already
-        are."""
+        """The session's ConfigProto with limits within the cap of every GPU. Returns the same object if its limits
+        already are within the caps."""
         options = config.gpu_options
         uuids = list(self._gpus.values())
         listed = [int(n) for n in options.visible_device_list.split(",") if n.strip().isdigit()]
@@ -437,8 +437,8 @@ class TensorFlow(Framework):
 
 
 def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | None:
-    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If TensorFlow and CUDA both have one GPU, it is that
-    GPU."""
+    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If TensorFlow and CUDA both have one GPU, returns that
+    GPU's UUID."""
     ordinal = int(gpu.name.rsplit(":", 1)[1])
     alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
     return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
@@ -472,7 +472,7 @@ def _limited(tf: Any, gpu: Any, cap: int) -> bool:
 
 
 def _has_logical_gpu(tf: Any, number: int) -> bool:
-    """Whether the live TensorFlow has a logical GPU of that number; True if unknown."""
+    """Whether the live TensorFlow has a logical GPU of that index; True if unknown."""
     try:
         return number < len(tf.config.list_logical_devices("GPU"))
     except (ValueError, RuntimeError, AttributeError):

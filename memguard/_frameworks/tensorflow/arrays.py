@@ -1,7 +1,7 @@
 """The exchange adapter of TensorFlow's tensors: unversioned DLPack, row-major, at multiples of 64 bytes.
 
-An operation on another address aborts the process (`Check failed: IsAligned()`, measured). TensorFlow names no stream:
-its export waits for the device, and before its import the host waits for the producer's work.
+An operation on another address aborts the process (`Check failed: IsAligned()`, measured). TensorFlow exposes no
+stream: `to_dlpack` waits for the device, and before an import the host waits for the producer's work.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TensorFlowArrays(Arrays):
             view = dlpack.read(capsule)
         except (dlpack.BadCapsule, tf.errors.OpError) as error:
             raise self.refusal(str(error).splitlines()[0], "tf.cast it, or tf.identity(x) on a GPU") from error
-        device = None if view.device is None else _ordinal(view.device)  # the capsule has TensorFlow's device number
+        device = None if view.device is None else _ordinal(view.device)  # the capsule has TensorFlow's device index
         if device != view.device:
             view = view._replace(device=device)
         return new_offer(("tensorflow", view, capsule, None, None, None, True))
@@ -130,14 +130,14 @@ class TensorFlowArrays(Arrays):
 
 @functools.cache
 def _ordinal(logical: int) -> int:
-    """CUDA's ordinal of TensorFlow's GPU number `logical`."""
+    """CUDA's ordinal of TensorFlow's logical GPU `logical`."""
     names = _visible()
     return int(names[logical].rpartition(":")[2]) if logical < len(names) else logical
 
 
 @functools.cache
 def _logical(ordinal: int) -> int:
-    """TensorFlow's number of a GPU among its visible GPUs (`set_visible_devices`), fixed at TensorFlow's start."""
+    """TensorFlow's index of a GPU among its visible GPUs (`set_visible_devices`), fixed at TensorFlow's start."""
     names = _visible()
     wanted = f"GPU:{ordinal}"
     for number, name in enumerate(names):
@@ -150,7 +150,7 @@ def _logical(ordinal: int) -> int:
 
 
 def _visible() -> list[str]:
-    """The names of TensorFlow's visible GPUs, in its order. They end in CUDA's ordinals."""
+    """The names of TensorFlow's visible GPUs, in its order. Each name ends in CUDA's ordinal."""
     import tensorflow as tf
 
     return [device.name for device in tf.config.get_visible_devices("GPU")]

@@ -1,7 +1,7 @@
 """The functions of TensorFlow that wait while the process is suspended.
 
 Every eager operation and every `tf.function` calls a `TFE_Py_*Execute*`, a TensorFlow 1 graph calls `TF_SessionRun*`.
-It is unknown whether these release the GIL.
+Whether these functions release the GIL is unknown.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads facts of a process that has imported TensorFlow."""
+"""Reads TensorFlow's state in the running process, for the doctor, suspension and retries."""
 
 from __future__ import annotations
 

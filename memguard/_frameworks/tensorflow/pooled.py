@@ -41,7 +41,7 @@ class PooledTensorFlow(PooledWatched, TensorFlow):
         return self._watched(applied, note, undo)
 
     def _kept(self) -> CapNotApplied:
-        """No limit stays."""
+        """Does nothing: no limit stays to be recorded."""
         return CapNotApplied(self.name, "its allocator exists and stays on the default pool", "restart the process")
 
     def _refuse_unlimited(self) -> None:

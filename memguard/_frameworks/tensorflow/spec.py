@@ -1,4 +1,4 @@
-"""TensorFlow's row: memguard's facts about it, as data."""
+"""What memguard knows about TensorFlow, as a `FrameworkSpec`: names, measured sizes, error patterns."""
 
 from memguard._base.framework_spec import Allocators, ErrorPattern, Examined, Exchanged, FrameworkSpec, Option
 from memguard._base.units import MIB

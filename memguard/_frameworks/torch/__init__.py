@@ -1,1 +1,1 @@
-"""PyTorch: its adapter, its settings, its allocation history."""
+"""PyTorch: the adapter, the allocator's settings, the allocation history."""

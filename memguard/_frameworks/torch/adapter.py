@@ -14,8 +14,8 @@ The native allocator's observer reports refused requests. It runs on the request
 locks (`c10/cuda/CUDACachingAllocator.cpp`). It cannot be detached, and attaching it initialises CUDA.
 
 Before the observer runs, torch has released its releasable cache, so nothing is reclaimable. Idle memory of a private
-pool (a CUDA graph's, a `MemPool`'s) serves no other request. So torch's error text counts it as allocated, and so does
-the record.
+pool (a CUDA graph's, a `MemPool`'s) serves no other request. So torch's error text counts it as allocated, and
+memguard's record does too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from memguard._devices.pools import CappedPool, DefaultPool
 
 SEGMENT = 20 * MIB
-"""Bytes. Expandable segments map memory in pieces of this size (measured)."""
+"""Expandable segments map memory in pieces of this many bytes (measured)."""
 
 _observed: Any = None
 """The torch module with memguard's observer, which is attached once, as it cannot be detached."""
@@ -80,7 +80,8 @@ class Torch(resource.RmmClient):
         self._unseen: str | None = None
 
     def why_absent(self) -> str | None:
-        """Not installed, or a build without CUDA, from the text of `torch/version.py`. Imports nothing."""
+        """The reason, from the text of `torch/version.py`: torch is not installed, or built without CUDA. Imports
+        nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -90,7 +91,7 @@ class Torch(resource.RmmClient):
         return None
 
     def _live(self, module: ModuleType) -> bool:
-        query = getattr(getattr(module, "cuda", None), "is_initialized", None)  # absent during torch's import
+        query = getattr(getattr(module, "cuda", None), "is_initialized", None)  # missing during torch's import
         return query is not None and bool(query())
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
@@ -115,7 +116,7 @@ class Torch(resource.RmmClient):
     def usage(self, device: Device) -> Usage | None:
         """Usage from `torch._C._cuda_memoryStats` (22 µs), which initialises nothing in a live torch.
 
-        None for a GPU on which torch never held memory, as torch is live on all GPUs at once.
+        None for a GPU on which torch never held memory, because torch is live on all GPUs at once.
         """
         torch = sys.modules.get("torch")
         live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
@@ -281,7 +282,7 @@ class Torch(resource.RmmClient):
         return {"allocator": "expandable_segments" if backend == "native" and settings.expandable(torch) else backend}
 
     def forked(self) -> None:
-        self._caps, self._set, self._most = {}, {}, {}  # then calls queued for torch's initialisation set nothing
+        self._caps, self._set, self._most = {}, {}, {}  # so that calls queued for torch's initialisation set nothing
 
     def _torch(self) -> Any:
         return sys.modules["torch"]
@@ -391,7 +392,7 @@ class Torch(resource.RmmClient):
                 self._restore(torch)
                 raise
 
-        def unqueue() -> None:  # else torch keeps the call, which does nothing without caps
+        def unqueue() -> None:  # if torch keeps the queued call, it does nothing without caps
             queue = getattr(torch.cuda, "_queued_calls", None)
             if isinstance(queue, list):
                 queue[:] = [entry for entry in queue if entry[0] is not set_caps]

@@ -2,14 +2,15 @@
 
 TensorFlow loads CUDA runtime symbols into the global scope. If those have another major version than torch's, torch's
 `cudaGetDeviceProperties` binds to them and misreads the struct (1 multiprocessor instead of 132). The process then dies
-of SIGFPE in torch's first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). Two cures were measured
-to work, including training and torch's own exceptions:
+of SIGFPE in torch's first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). Two load orders were
+measured to work, including training and torch's own exceptions:
 
 - Before TensorFlow is loaded: load torch's own `libcudart` with RTLD_GLOBAL, so that the loader finds it first.
 - After TensorFlow and before torch: load torch's CUDA libraries with RTLD_DEEPBIND, so that they bind to their own
   symbols.
 
-A loaded library cannot be unloaded, so the cure is permanent. The adapter verifies it when torch initialises CUDA.
+A loaded library cannot be unloaded, so the load order is permanent. The adapter verifies it when torch initialises
+CUDA.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from memguard.errors import CapNotApplied
 
 
 def cure_installed() -> str | None:
-    """Run `cure` for the installed PyTorch; None if that is built without CUDA."""
+    """Load the CUDA runtime of the installed PyTorch (`cure`). None if PyTorch is built without CUDA."""
     version = settings.cuda_version()
     return None if version is None else cure(version)
 
 
 def cure(cuda_version: str) -> str | None:
-    """Apply the cure that the loaded libraries allow. `cuda_version` is torch's (`'13.0'`).
+    """Load torch's CUDA runtime in the order that the loaded libraries still allow. `cuda_version` is torch's
+    (`'13.0'`).
 
-    Returns a sentence about the change; None if torch is loaded already.
+    Returns a sentence that names the loaded libraries; None if torch is loaded already.
     """
     if "torch" in sys.modules:
         return None

@@ -1,4 +1,4 @@
-"""Reads facts of a process that has imported PyTorch."""
+"""Reads PyTorch's state in the running process, for the doctor, suspension and retries."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _shares(modules: Modules, _: Objects) -> Iterator[str]:
 
 
 def _groups(modules: Modules, _: Objects) -> Iterator[str]:
-    """The NCCL process groups. Each has a thread that polls CUDA events, even if unused."""
+    """The NCCL process groups. Each group has a thread that polls CUDA events, even if the group is unused."""
     distributed = modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         return

@@ -56,7 +56,7 @@ class PooledTorch(Torch):
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         torch: Any = sys.modules["torch"]
-        query = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # absent in a build without CUDA
+        query = getattr(torch._C, "_cuda_getAllocatorBackend", None)  # missing in a build without CUDA
         if query is not None and not torch.version.hip and (backend := str(query())) != _BACKEND:
             raise self._other(
                 f"the {backend} backend of a torch that is imported",

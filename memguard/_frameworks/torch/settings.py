@@ -1,4 +1,5 @@
-"""Reads the settings of torch's allocator from torch, the environment and the installation; never imports torch."""
+"""Reads the settings of torch's allocator from a loaded torch, the environment and the installation. Never imports
+torch."""
 
 from __future__ import annotations
 
@@ -52,10 +53,9 @@ def expandable(torch: Any) -> bool:
 
 
 def idle_in_private_pools(torch: Any, ordinal: int) -> int:
-    """Idle bytes of private pools on this GPU. 0 if torch does not report them, or only together with its allocation
-    history.
-
-    It lists all blocks, without a CUDA call: fast enough after a refused request, too slow for polling.
+    """Idle bytes of private pools on this GPU. 0 if torch does not report them, or reports them only together with its
+    allocation history. The call lists all blocks, without a CUDA call: fast enough after a refused request, too slow
+    for polling.
     """
     try:
         if torch._C._cuda_isHistoryEnabled():
@@ -79,7 +79,7 @@ def stat(stats: Mapping[str, Any], name: str, kind: str) -> int | None:
 
 
 def never_held(stats: Mapping[str, Any]) -> bool:
-    """Whether torch never held memory on this GPU. It also tests the sum of all allocations, which a reset of the peak
+    """True if torch never held memory on this GPU. Also tests the sum of all allocations, which a reset of the peak
     does not clear."""
     known = [stat(stats, "reserved_bytes", kind) for kind in ("current", "peak", "allocated")]
     return known[:2] == [0, 0] and not known[2]

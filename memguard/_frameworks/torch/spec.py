@@ -1,4 +1,4 @@
-"""PyTorch's row: memguard's facts about it, as data."""
+"""What memguard knows about PyTorch, as a `FrameworkSpec`: names, measured sizes, error patterns."""
 
 from memguard._base.framework_spec import ErrorPattern, Examined, Exchanged, FrameworkSpec, Option
 from memguard._base.units import MIB
@@ -17,11 +17,11 @@ SPEC = FrameworkSpec(
     exchanged=Exchanged("TorchArrays", short=("pt",), compacts=True),
     pooled="PooledTorch",
     remainder=True,
-    # 92 MiB after the first tensor, 158 with cuBLAS, 240 after training a small network, 344 with cuSOLVER; cuFFT adds
-    # 24, as in CuPy.
+    # PyTorch's CUDA modules take 92 MiB after the first tensor, 158 with cuBLAS, 240 after training a small network,
+    # 344 with cuSOLVER. cuFFT adds 24 MiB, as in CuPy.
     modules=368 * MIB,
     workspace=384 * MIB,
-    # Twice: a backward pass runs on its own thread, with its own cuBLAS handle.
+    # Two cuBLAS workspaces: a backward pass runs on its own thread, with its own cuBLAS handle.
     first_uses=(
         ("cublas", 66 * MIB),
         ("cublas", 64 * MIB),
@@ -85,10 +85,10 @@ SPEC = FrameworkSpec(
         ("pooled", r"with ([\d.]+ \w+) allocated in private pools"),
         ("cached", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
         ("free", r"total capacity of [\d.]+ \w+ of which ([\d.]+ \w+) is free"),
-        # In the errors of cudaMallocAsync.
+        # The text of cudaMallocAsync's errors.
         ("in_use", r"Currently allocated\s*: ([\d.]+ \w+)"),
         ("free", r"Free \(according to CUDA\)\s*: ([\d.]+ \w+)"),
-        # In the errors of torch until 2.0.
+        # The text of the errors of torch up to 2.0.
         ("in_use", r"([\d.]+ \w+) already allocated"),
         ("held", r"([\d.]+ \w+) reserved in total by PyTorch"),
         ("free", r"already allocated; ([\d.]+ \w+) free"),

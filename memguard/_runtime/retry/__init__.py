@@ -1,7 +1,7 @@
-"""Retries a function or block after a GPU out-of-memory error: clears the failed run's frames, makes room, logs it.
+"""Retries a function or block after a GPU out-of-memory error: clears the failed run's frames, frees GPU memory, logs.
 
-`run` controls one call. `failure` classifies errors and clears the failed run's frames, `room` makes room through the
-budget, `ranks` detects distributed jobs.
+`run` controls one call. `failure` classifies errors and clears the failed run's frames, `room` frees memory by trimming
+caches and moving elastic caps, `ranks` detects distributed jobs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Same(Protocol):
 
 
 class Shrinking(Protocol[P, R_co]):
-    """A function that remembers the size that succeeded."""
+    """A function with retries that remembers the last size that succeeded."""
 
     def forget(self) -> None:
-        """Make the next call start with its own argument again."""
+        """Forget the remembered size: the next call starts with its own argument."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
     @overload
@@ -162,7 +162,7 @@ class _LastSize:
 
 
 class _SizeArgument:
-    """The shrinking argument of a function: reads it from each call and replaces it."""
+    """Reads the size argument that `shrink` names from each call of a function, and replaces it by a smaller size."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.name, self.fitted = name, _LastSize()
@@ -177,7 +177,8 @@ class _SizeArgument:
                 raise TypeError(f"shrink={name!r}: {_name(function)} has no such argument; it has: {known}")
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The size that this call passes; None if its arguments do not fit the signature, as the call then raises."""
+        """The size argument of this call. None if the arguments do not match the signature: the call itself raises the
+        TypeError."""
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError:
@@ -298,7 +299,8 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Suppress the error (True) if the block should run again. The loop prepares the run when the error is gone."""
+        """Return True, which suppresses the error, if the block should run again. The loop prepares that run after the
+        error is released."""
         self.state = "over"
         if error is None or not issubclass(type(error), Exception) or not self._run.again(error):
             return False

@@ -1,4 +1,4 @@
-"""Which errors are retried, as plain data, and clearing the frames of a failed run.
+"""Classifies the errors that are retried, as plain data, and clears the frames of a failed run.
 
 A traceback's frames keep their local variables, tensors included, alive. The data hold no exception or array.
 """
@@ -29,7 +29,7 @@ _SUSPENDS = (
     inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 )  # fmt: skip
 _TRACEBACK: Any = vars(BaseException)["__traceback__"]
-"""Python's descriptor, even if an exception class overrides the attribute."""
+"""BaseException's own descriptor, because an exception class may override the attribute."""
 
 
 class Failure(NamedTuple):
@@ -39,7 +39,7 @@ class Failure(NamedTuple):
     request     the record of the refused request, if the allocator reported it
     error_text  type and text of the error, in one line
     in_use      the live arrays of each framework when the error was caught, by UUID and name
-    held        the memory that each framework had taken from the driver then, by UUID and name
+    held        the memory that each framework had taken from the driver at that time, by UUID and name
     """
 
     requester: str | None
@@ -60,7 +60,7 @@ class Failure(NamedTuple):
 
 
 def recognised(error: BaseException, outer: int | None = None) -> Failure | None:
-    """The facts of an error that is, or was caused by, a GPU out-of-memory error; else None.
+    """The `Failure` of an error that is, or was caused by, a GPU out-of-memory error; None for other errors.
 
     An error whose type and text leave the cause open counts too: a retry may help, and a second failure reaches the
     program. A group counts only if all its members do, because a retry would discard the other errors. `outer` is the
@@ -136,7 +136,7 @@ def _clear_trace(trace: TracebackType | None) -> None:
 
 
 def _is_over(frame: FrameType) -> bool:
-    """False for the frame of a resumable generator or coroutine, which `clear` would end up to Python 3.12."""
+    """False for the frame of a resumable generator or coroutine: up to Python 3.12, `clear` would end it."""
     if not frame.f_code.co_flags & _SUSPENDS or sys.version_info >= (3, 13):
         return True
     # A frame owns its code and variables only after its generator has finished.

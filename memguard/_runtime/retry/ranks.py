@@ -21,7 +21,7 @@ _HOROVOD = ("horovod.torch", "horovod.tensorflow", "horovod.tensorflow.keras", "
 
 
 class Signs(NamedTuple):
-    """The signs of several ranks: the number of ranks by name of each loaded library, and the environment."""
+    """Evidence of several ranks: the number of ranks that each loaded library reports, and the environment."""
 
     libraries: Mapping[str, int]
     environ: Mapping[str, str]
@@ -41,7 +41,7 @@ def signs() -> Signs:
     for name, ask in _ASK.items():
         try:
             size = ask()
-        except Exception as failure:  # another version of that library
+        except Exception as failure:  # another version of that library may lack the function
             _log.debug("how many ranks %s has is unknown: %s", name, text_of(failure))
             continue
         if size is not None:

@@ -1,4 +1,4 @@
-"""Makes room for a retry through the active budget. No other module in `retry/` uses the guard.
+"""Frees memory for a retry by trimming caches and raising the elastic cap. No other module in `retry/` uses the guard.
 
 A retry allocates everything again: the memory that its framework held in the failed run, and the request that failed.
 So this module compares figures from before and after the frames are cleared. Without a budget it does nothing.
@@ -21,7 +21,7 @@ from memguard._runtime.retry.failure import Failure
 from memguard._runtime.runtime import this
 
 _ATTEMPTS = 4
-"""The most calls of `make_room` with a reduced size. A call may fall short because of the GPU or of the caps."""
+"""The most calls of `make_room` with a reduced size. The GPU or the caps may limit what a call frees."""
 
 if TYPE_CHECKING:
     from memguard._base.framework_spec import CacheName, FrameworkName
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class RoomMade(NamedTuple):
-    """The room made before a retry, in bytes.
+    """The memory freed before a retry, in bytes.
 
     freed     the decrease of memory in use since the failed run's frames were cleared; None without a budget
     returned  the bytes that each framework gave back, by NVML
@@ -76,8 +76,8 @@ def with_figures(failure: Failure) -> Failure:
 def make_room(failure: Failure) -> RoomMade:
     """Trim all idle caches and raise the cap as far as possible, after the frames of the failed run are cleared.
 
-    That is more than the failed request needs. The run's later requests are unknown, and another failed run costs more
-    than refilling caches.
+    That frees more than the failed request needs. The run's later requests are unknown, and another failed run costs
+    more than refilling caches.
     """
     guard, now = active(), _sample()
     if guard is None or now is None:
@@ -105,7 +105,8 @@ def make_room(failure: Failure) -> RoomMade:
 
 
 def _raise(guard: Guard, failure: Failure, requester: FrameworkName, device: Device, returned: dict[str, int]) -> Room:
-    """Make room up to the framework's max. If that is not available, for less, down to the failed run's memory."""
+    """Raise the cap to the framework's max. If that is not possible, try smaller caps, down to the failed run's
+    memory."""
     now = _sample()
     held = 0 if now is None else _of(now, "held").get(device.uuid, {}).get(requester, 0)
     refused = failure.request.held if failure.request is not None else None

@@ -64,7 +64,7 @@ class Run:
         self._outer = None if outer is None else id(outer)  # valid: the exception lives while it is handled
 
     def again(self, error: BaseException) -> bool:
-        """Whether to retry. If so, clears the error's frames; if not, may add a note to the error."""
+        """Decide whether to retry. Before a retry, clear the error's frames; without one, add a note to the error."""
         try:
             return self._again(error)
         except Exception as failure:  # an error in memguard must not replace the user's error
@@ -90,7 +90,8 @@ class Run:
         return True
 
     def prepare(self) -> None:
-        """Prepare a retry once the error is gone: collect garbage, make room, shrink the size, and log it."""
+        """Prepare a retry after the error is released: collect garbage, free GPU memory, shrink the size, and log
+        it."""
         failure, self._failure = self._failure, None
         if failure is None:
             return
@@ -140,7 +141,7 @@ def lowest(floor: int, multiple: int) -> int:
 
 
 def halved(size: int, floor: int = 1, multiple: int = 1) -> int | None:
-    """Half the size, rounded down to the multiple, but not below the floor. None if that is not smaller."""
+    """Half the size, rounded down to the multiple, but not below the floor. None if the result is not smaller."""
     half = max(size // 2 // multiple * multiple, lowest(floor, multiple))
     return half if half < size else None
 
@@ -170,7 +171,7 @@ def _not_retried(why: str) -> str:
 
 
 def _room_made(what: RoomMade, requester: str | None) -> str:
-    """The room made, as a sentence without a full stop. `requester` can return only its own cache."""
+    """A sentence without a full stop about the freed memory. `requester` can return only its own cache."""
     parts = []
     if what.freed:
         parts.append(f"the failed run let go of {format_size(what.freed)}")
