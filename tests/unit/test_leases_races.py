@@ -175,6 +175,42 @@ def test_what_was_not_given_back_is_held(folder: Path, full: Callable[[], None],
     one.close()
 
 
+ENDS: dict[str, tuple[type[BaseException], float]] = {
+    "no longer wanted": (NotActive, 60),
+    "the time is over": (LeaseRefused, 0.01),
+    "Ctrl-C": (KeyboardInterrupt, 60),
+}
+
+
+@pytest.mark.parametrize(("kind", "wait"), ENDS.values(), ids=ENDS)
+def test_what_ends_the_wait_is_raised_although_the_claim_cannot_be_withdrawn(
+    folder: Path,
+    left: Left,
+    full: Callable[[], None],
+    kind: type[BaseException],
+    wait: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the caller believes that the database cannot be used, and comes back without the lease."""
+    one, blocker = left
+    looked = threading.Event()
+
+    def look(_: object) -> None:
+        if not looked.is_set():
+            full()
+            looked.set()
+        if kind is KeyboardInterrupt:
+            raise KeyboardInterrupt
+
+    with pytest.raises(kind):
+        one.back(wait, unwanted=lambda: kind is NotActive and looked.is_set(), look=look, hurry=True)
+    assert not one.held
+    monkeypatch.undo()
+    monkeypatch.setenv("MEMGUARD_LEASES", str(folder))
+    one.close()
+    blocker.close()
+
+
 def test_one_in_a_hurry_does_not_wait_for_a_thread_that_waits_for_the_database(
     folder: Path, left: Left, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -226,7 +226,10 @@ class Lease:
                 with self._count:  # not for the change: one in a hurry does not wait for another's database
                     self._returning -= 1
                 if self._returning == 0 and not self.held:
-                    self._change(self._give_up, hurry)
+                    try:
+                        self._change(self._give_up, hurry)
+                    except MemguardError as error:  # what ended the wait is raised, not this
+                        _log.warning("its claim may still wait, although nobody waits for it: %s", text_of(error))
         except LeaseRefused:
             if not self.held:  # else its turn came with the end of the time
                 raise
