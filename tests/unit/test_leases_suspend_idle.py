@@ -348,7 +348,6 @@ def test_a_process_comes_back_although_the_database_cannot_be_used(
     with contextlib.closing(sqlite3.connect(database)) as other:
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     whole = database.read_bytes()
-    monkeypatch.setattr(store, "_in_vain", float("-inf"))
     monkeypatch.setattr(store, "time", clock)
     with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
         if how == "held":

@@ -216,7 +216,6 @@ UNUSABLE = {one.__name__: one for one in (held, damaged, full)}
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds for which the database was waited for."""
     seconds: list[float] = []
-    monkeypatch.setattr(store, "_in_vain", float("-inf"))
     monkeypatch.setattr(store.time, "sleep", seconds.append)
     return seconds
 
