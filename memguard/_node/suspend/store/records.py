@@ -71,7 +71,7 @@ _THERE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'suspended
 _ROWS = f"SELECT record FROM suspended WHERE typeof(record) = 'text' AND length(record) <= {LIMIT} LIMIT 10000"
 _PUT = "INSERT OR REPLACE INTO suspended VALUES (?, ?, ?, ?)"
 _DROP = "DELETE FROM suspended WHERE machine = ? AND pid = ? AND start = ?"
-_OF_ANOTHER_BOOT = "DELETE FROM suspended WHERE substr(machine, 1, ?) != ?"
+_OF_ANOTHER_BOOT = "DELETE FROM suspended WHERE machine != '' AND substr(machine, 1, ?) != ?"
 
 
 @dataclass(frozen=True)
@@ -312,7 +312,8 @@ def _into_table(place: str, message: Mapping[str, Any]) -> None:
 
     def put(connection: Connection, _: File) -> None:
         connection.execute(_TABLE)
-        connection.execute(_OF_ANOTHER_BOOT, (len(boot), boot))  # of processes that have surely ended
+        if here:  # else this boot is unknown
+            connection.execute(_OF_ANOTHER_BOOT, (len(boot), boot))  # of processes that have surely ended
         connection.execute(_PUT, (here, message["pid"], message["start"], text))
 
     refuse_network(place)
@@ -359,9 +360,12 @@ def _is(message: Mapping[str, Any], process: Process) -> bool:
 
 
 def _dead(message: Mapping[str, Any]) -> bool:
-    """Whether its process has surely ended."""
+    """Whether its process has surely ended. Nobody knows without both boots: `machine` is empty in some containers."""
     pid, start, here = message.get("pid"), message.get("start"), str(message.get("machine"))
-    if here.partition(" ")[0] != machine().partition(" ")[0]:
+    boot, own = here.partition(" ")[0], machine().partition(" ")[0]
+    if not boot or not own:
+        return False
+    if boot != own:
         return True
     return _here(message) and not (type(pid) is int and type(start) is int and lives(Process(pid, start)))
 
