@@ -13,6 +13,7 @@ from leasing import until
 
 from memguard._node.identity import this_process
 from memguard._node.leases import locks
+from memguard._node.leases.store import made
 from memguard._node.suspend.store.tickets import Turn
 from memguard._node.suspend.store.work_lock import Work
 
@@ -62,6 +63,36 @@ def test_a_forked_child_does_not_keep_it(path: str, claim: Callable[[Path], obje
         os.kill(child, signal.SIGKILL)
         os.close(read)
         os.close(write)
+
+
+def test_the_thread_that_creates_the_file_frees_no_byte_of_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A close of the file in a process frees all its bytes."""
+    path, close = str(tmp_path / "leases.lock"), os.close
+    holds = threading.Thread(target=lambda: held.append(locks.hold(path, (7,))))
+    held: list[locks.File | None] = []
+
+    def closes(fd: int) -> None:
+        if os.path.realpath(f"/proc/self/fd/{fd}") == path and holds.ident is None:
+            holds.start()
+            holds.join()
+        close(fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", closes)
+        made(path)
+        if holds.ident is None:  # nothing was closed
+            holds.start()
+            holds.join()
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if pids(path) == [os.getppid()] else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    (file,) = held
+    assert file is not None
+    locks.release(file, (7,))
+    assert not any(path in one for one in descriptors())
 
 
 def test_what_is_held_is_not_taken_again_and_all_or_none_is(path: str) -> None:

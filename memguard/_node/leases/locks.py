@@ -106,6 +106,23 @@ class File:
         return sorted(found)
 
 
+def create(path: str) -> None:
+    """Create the file, for this user only. Raises OSError; FileExistsError if it is there.
+
+    It stays open for the next `opened`: another thread may hold a byte already, which a close here would free.
+    """
+    watch_forks()
+    if _opening.run(_create, _WAIT, path) is None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+
+
+def _create(path: str) -> None:
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    found = os.fstat(fd)
+    identity = found.st_dev, found.st_ino
+    _files[identity] = File(fd, identity)
+
+
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[File]:
     """The file, which must be there. Raises OSError."""

@@ -232,8 +232,8 @@ class Store:
             )
         if isinstance(locks.in_use, sqlite3.Connection):  # an interrupted call left it open
             locks.in_use.close()
-        for path in (self.path, self.locks):
-            made(path)
+        _made(self.path, _create)
+        made(self.locks)
         with locks.opened(self.locks) as file:
             try:
                 if writes and not file.take(_WRITER):
@@ -329,10 +329,19 @@ def _inode(path: str) -> int | None:
 
 
 def made(path: str) -> None:
-    """A file of this user's only. It is never opened here once it is there: its closing would free SQLite's locks."""
+    """The file of locks, of this user's only: created if missing. Raises MemguardError."""
+    _made(path, locks.create)
+
+
+def _create(path: str) -> None:
+    """The database, never opened here once it is there: its closing would free SQLite's locks."""
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+
+
+def _made(path: str, create: Callable[[str], None]) -> None:
     with contextlib.suppress(FileExistsError):
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+            create(path)
             return
         except FileExistsError:
             raise
