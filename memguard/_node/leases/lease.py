@@ -43,7 +43,7 @@ _LONGEST = 200
 """Characters of a command or a budget's name."""
 Say = Callable[[str], object]
 Look = Callable[[list[Claim]], object]
-"""Told what was claimed by whom, at each look of one who waits."""
+"""Told what was claimed by whom at the last poll, after each poll and about twice a second in between."""
 
 
 def of_plan(plan: Plan, source: str, before: Lease | None = None, leaves: float | None = None) -> Lease:
@@ -153,6 +153,8 @@ class Lease:
                 if now < due and not over:
                     if wakeup.wait(min(due, began + wait) - now):
                         due = now
+                    elif look is not None:  # also between two polls: NVML remembers what others did for seconds only
+                        look(self._seen)
                     continue
                 last = over
                 try:
