@@ -665,6 +665,18 @@ def test_a_process_polls_where_no_fifo_can_be_made(folder: Path, monkeypatch: py
             told(first)
 
 
+def test_a_file_in_place_of_the_fifo_is_not_read_and_wakes_nobody(folder: Path) -> None:
+    """It would be ready to be read for ever, so that the wait would never block."""
+    folder.mkdir(0o700)
+    path = Path(wakeups.path_of(str(folder), 7))
+    path.write_text("not memguard's")
+    wakeup = wakeups.WakeupFifo(str(folder))
+    assert not wakeup.open_for(7) and not wakeup.is_open and not wakeup.wait(0)
+    assert descriptors(folder) == []
+    wakeup.close()
+    assert path.read_text() == "not memguard's"
+
+
 def test_one_that_changes_the_database_keeps_others_from_opening_it(folder: Path, monkeypatch: Any) -> None:
     one = lease(60)
     one.take()
