@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from leasing import lease
 
-from memguard._node.leases import locks, store
+from memguard._node.leases import locks, registry, store
 from memguard._node.leases.lease import Lease
 from memguard._node.leases.store import Store
 from memguard.errors import LeaseRefused, MemguardError, NotActive
@@ -175,6 +175,42 @@ def test_what_was_not_given_back_is_held(folder: Path, full: Callable[[], None],
     one.close()
 
 
+ENDS: dict[str, tuple[type[BaseException], float]] = {
+    "no longer wanted": (NotActive, 60),
+    "the time is over": (LeaseRefused, 0.01),
+    "Ctrl-C": (KeyboardInterrupt, 60),
+}
+
+
+@pytest.mark.parametrize(("kind", "wait"), ENDS.values(), ids=ENDS)
+def test_what_ends_the_wait_is_raised_although_the_claim_cannot_be_withdrawn(
+    folder: Path,
+    left: Left,
+    full: Callable[[], None],
+    kind: type[BaseException],
+    wait: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the caller believes that the database cannot be used, and comes back without the lease."""
+    one, blocker = left
+    looked = threading.Event()
+
+    def look(_: object) -> None:
+        if not looked.is_set():
+            full()
+            looked.set()
+        if kind is KeyboardInterrupt:
+            raise KeyboardInterrupt
+
+    with pytest.raises(kind):
+        one.back(wait, unwanted=lambda: kind is NotActive and looked.is_set(), look=look, hurry=True)
+    assert not one.held
+    monkeypatch.undo()
+    monkeypatch.setenv("MEMGUARD_LEASES", str(folder))
+    one.close()
+    blocker.close()
+
+
 def test_one_in_a_hurry_does_not_wait_for_a_thread_that_waits_for_the_database(
     folder: Path, left: Left, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +220,6 @@ def test_one_in_a_hurry_does_not_wait_for_a_thread_that_waits_for_the_database(
     waits, pause = threading.Event(), time.sleep
     clock = SimpleNamespace(monotonic=time.monotonic, time=time.time, sleep=lambda s: (waits.set(), pause(s)))
     monkeypatch.setattr(store, "time", clock)
-    monkeypatch.setattr(store, "_in_vain", float("-inf"))
     thread = threading.Thread(target=one.back)
     with contextlib.closing(sqlite3.connect(folder / "leases.sqlite", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
@@ -195,4 +230,73 @@ def test_one_in_a_hurry_does_not_wait_for_a_thread_that_waits_for_the_database(
         assert thread.is_alive()
     thread.join(20)
     assert one.held and states(folder) == ["held"]
+    one.close()
+
+
+@pytest.fixture
+def moments(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
+    """Nobody really waits for a database. What is in the list is done, once each, at the next moments of a wait."""
+    clock, left = [0.0], list[Callable[[], object]]()
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+        if left:
+            left.pop(0)()
+
+    monkeypatch.setattr(store, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time, sleep=sleep))
+    return left
+
+
+@contextlib.contextmanager
+def used(folder: Path) -> Iterator[Callable[[], object]]:
+    """Another program has the database for itself, until it is let go."""
+    with contextlib.closing(sqlite3.connect(folder / "leases.sqlite", isolation_level=None)) as other:
+        other.execute("PRAGMA locking_mode = EXCLUSIVE")
+        other.execute("BEGIN EXCLUSIVE")
+        yield other.close
+
+
+@pytest.mark.parametrize("how", ["damaged", "in use", "repaired"])
+def test_only_who_waited_in_vain_for_the_same_database_does_not_wait_again(
+    folder: Path, tmp_path: Path, moments: list[Callable[[], object]], how: str
+) -> None:
+    """Else one folder that cannot be used brings a process back without its lease of another one."""
+    one = lease(60)
+    one.take()
+    one.leave()
+    other = folder if how == "repaired" else tmp_path / "other"
+    other.mkdir(0o700, exist_ok=True)
+    Store(str(other)).change(lambda *_: None)
+    path = other / "leases.sqlite"
+    whole = path.read_bytes()
+    if how != "in use":
+        path.write_bytes(b"this is no database" * 2000)
+    with used(other) if how == "in use" else contextlib.nullcontext(), pytest.raises(MemguardError):
+        registry.every(str(other))
+    path.write_bytes(whole)
+    with used(folder) as let_go:
+        moments.append(let_go)
+        one.back(hurry=True)
+    assert one.held and moments == []
+    one.close()
+
+
+def test_one_in_a_hurry_that_has_its_place_in_the_queue_waits_on_while_the_database_is_in_use(
+    folder: Path, left: Left, moments: list[Callable[[], object]]
+) -> None:
+    one, blocker = left
+    let_go: list[Callable[[], object]] = []
+    looks: list[object] = []
+    with contextlib.ExitStack() as stack:
+
+        def look(_: object) -> None:
+            looks.append(None)
+            if len(looks) == 1:
+                let_go.append(stack.enter_context(used(folder)))
+            elif len(looks) == 2:
+                let_go.pop()()
+                blocker.close()
+
+        one.back(60, hurry=True, look=look)
+    assert one.held and let_go == []
     one.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sqlite3
@@ -20,7 +21,7 @@ import pytest
 from leasing import GPU, OTHER, TOTAL, heard, lease, other, parts, told, until
 
 from memguard._node.identity import Process
-from memguard._node.leases import folders, locks, store
+from memguard._node.leases import folders, locks, store, wakeups
 from memguard._node.leases import lease as leases
 from memguard._node.leases.lease import Lease
 from memguard._node.leases.store import Store
@@ -623,12 +624,15 @@ def test_the_fifo_of_a_killed_process_is_removed(folder: Path) -> None:
 def test_the_more_come_before_one_that_waits_the_more_seldom_it_looks(
     folder: Path, ahead: int, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a minute: the first eight times a second, the last of many when it is woken, and some times."""
-    clock, looks = [0.0], []
+    """In a minute: the first eight times a second, the last of many when it is woken, and some times.
+
+    However seldom it polls, `look` is called twice a second: it observes whether the others use their GPUs.
+    """
+    clock, looks, told = [0.0], [], [0.0]
     read = Store.read
 
     def wait(_: object, seconds: float) -> bool:
-        clock[0] += seconds
+        clock[0] += min(seconds, wakeups._SLICE)
         return False
 
     def add(connection: sqlite3.Connection, file: locks.File) -> None:
@@ -643,8 +647,9 @@ def test_the_more_come_before_one_that_waits_the_more_seldom_it_looks(
     monkeypatch.setattr(Store, "read", lambda self, *given: (looks.append(clock[0]), read(self, *given))[1])
     one = lease(TOTAL)
     with pytest.raises(LeaseRefused, match="after 60 s"):
-        one.take(60)
+        one.take(60, look=lambda _: told.append(clock[0]))
     assert least <= len(looks) <= most and looks[-1] == 60.0, "a last look at the end"
+    assert told[-1] == 60.0 and max(later - before for before, later in itertools.pairwise(told)) < 0.6
     Store(str(folder)).change(lambda connection, _: connection.execute("DELETE FROM claims"))
     locks.let_go(0, 1 << 40)
 
@@ -658,6 +663,18 @@ def test_a_process_polls_where_no_fifo_can_be_made(folder: Path, monkeypatch: py
         assert heard(first) == "held"
         with waits(folder, 50):
             told(first)
+
+
+def test_a_file_in_place_of_the_fifo_is_not_read_and_wakes_nobody(folder: Path) -> None:
+    """It would be ready to be read for ever, so that the wait would never block."""
+    folder.mkdir(0o700)
+    path = Path(wakeups.path_of(str(folder), 7))
+    path.write_text("not memguard's")
+    wakeup = wakeups.WakeupFifo(str(folder))
+    assert not wakeup.open_for(7) and not wakeup.is_open and not wakeup.wait(0)
+    assert descriptors(folder) == []
+    wakeup.close()
+    assert path.read_text() == "not memguard's"
 
 
 def test_one_that_changes_the_database_keeps_others_from_opening_it(folder: Path, monkeypatch: Any) -> None:

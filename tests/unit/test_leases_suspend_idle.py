@@ -31,7 +31,7 @@ from memguard._node.suspend import requests
 from memguard._node.suspend.triggers import for_lease, listener, making_room, own_lease
 from memguard._node.suspend.triggers.making_room import MakingRoom
 from memguard._runtime import runtime
-from memguard.errors import CannotResume, CannotSuspend, NotActive
+from memguard.errors import CannotResume, CannotSuspend, MemguardError, NotActive
 
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET: dict[str, Any] = {
@@ -348,7 +348,6 @@ def test_a_process_comes_back_although_the_database_cannot_be_used(
     with contextlib.closing(sqlite3.connect(database)) as other:
         other.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     whole = database.read_bytes()
-    monkeypatch.setattr(store, "_in_vain", float("-inf"))
     monkeypatch.setattr(store, "time", clock)
     with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as other:
         if how == "held":
@@ -422,6 +421,34 @@ def test_an_interrupted_return_gives_the_lease_back_that_came_just_then(
         with pytest.raises(CannotResume, match="interrupted"):
             own_lease.claim(None, lambda: True, lambda wait: None, lambda pid: None)
     assert states() == [(os.getpid(), "off")] and not one.held
+
+
+@pytest.mark.parametrize("how", ["stopped", "late"])
+def test_an_interrupted_return_stays_off_although_the_database_fails_just_then(
+    folder: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memguard.init(BUDGET, simulate="h200")
+    memguard.suspend()
+    other = lease_of_simulated(100)
+    other.take()
+    stopped, clock = threading.Event(), [0.0]
+
+    def fails(*_: object) -> None:
+        if how == "stopped":
+            stopped.set()
+        clock[0] += 100.0
+        raise MemguardError("the database is damaged")
+
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(own_lease, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+            patched.setattr(Store, "read", fails)
+            timeout, text = (None, "interrupted") if how == "stopped" else (50, "cannot be had again: the database is")
+            with pytest.raises(CannotResume, match=text):
+                own_lease.claim(timeout, stopped.is_set, lambda wait: None, lambda pid: None)
+        assert sorted(state for _, state in states()) == ["held", "off"]
+    finally:
+        other.close()
 
 
 # Two processes that take turns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -9,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from interruptions import Points
 from leasing import until
 
 from memguard._node.identity import this_process
 from memguard._node.leases import locks
+from memguard._node.leases.store import made
+from memguard._node.suspend.store import spare, work_lock
 from memguard._node.suspend.store.tickets import Turn
 from memguard._node.suspend.store.work_lock import Work
 
@@ -62,6 +66,75 @@ def test_a_forked_child_does_not_keep_it(path: str, claim: Callable[[Path], obje
         os.kill(child, signal.SIGKILL)
         os.close(read)
         os.close(write)
+
+
+def test_the_thread_that_creates_the_file_frees_no_byte_of_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A close of the file in a process frees all its bytes."""
+    path, close = str(tmp_path / "leases.lock"), os.close
+    holds = threading.Thread(target=lambda: held.append(locks.hold(path, (7,))))
+    held: list[locks.File | None] = []
+
+    def closes(fd: int) -> None:
+        if os.path.realpath(f"/proc/self/fd/{fd}") == path and holds.ident is None:
+            holds.start()
+            holds.join()
+        close(fd)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", closes)
+        made(path)
+        if holds.ident is None:  # nothing was closed
+            holds.start()
+            holds.join()
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if pids(path) == [os.getppid()] else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+    (file,) = held
+    assert file is not None
+    locks.release(file, (7,))
+    assert not any(path in one for one in descriptors())
+
+
+def turn(where: Path) -> None:
+    with Turn(["GPU-a", "GPU-b"], str(where)):
+        pass
+
+
+def work(where: Path) -> None:
+    with Work(this_process(), "asked", where=str(where)):
+        pass
+
+
+def copy(where: Path) -> None:
+    spare.write(str(where), {"pid": 1}, lambda found: True, lambda found: True)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # interrupted: just opened, and is closed
+@pytest.mark.parametrize("use", [turn, work, copy])
+def test_an_interruption_at_any_point_leaves_no_byte_held(
+    tmp_path: Path, path: str, use: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process may live for days."""
+    monkeypatch.setattr(work_lock.records, "of", lambda *_: None)
+    use(tmp_path)
+    points = Points()
+    points.run(lambda: use(tmp_path))
+    left = []
+    for at in range(1, points.count + 1):
+        interrupted = Points(at)
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted.run(lambda: use(tmp_path))
+        for file in [*locks._files.values()]:
+            if file.held:
+                left.append(interrupted.place)
+                locks.release(file, [*file.held])
+    assert len(left) <= 1 and all(" __exit__ " in place for place in left), "before the first statement of that"
+    with locks.opened(path):
+        pass
+    assert locks._files == {}
 
 
 def test_what_is_held_is_not_taken_again_and_all_or_none_is(path: str) -> None:

@@ -99,6 +99,24 @@ def test_what_is_of_an_earlier_boot_is_removed_with_the_next_record(
     assert records.every(where) == [RECORD] and len(rows(where)) == 1
 
 
+@pytest.mark.parametrize(("first", "second"), [(None, ""), ("", None)], ids=["unknown here", "unknown there"])
+def test_nothing_is_of_an_earlier_boot_where_the_boot_is_unknown(
+    where: str, first: str | None, second: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container may hide /proc/sys, and share the folder with processes that see it."""
+    own = machine()
+
+    def write(at: str | None, record: Record) -> None:
+        monkeypatch.setattr(records, "machine", lambda: own if at is None else at)
+        records.write(record, where)
+
+    write(first, RECORD)
+    write(second, replace(RECORD, process=Process(ME.pid + 1, 7)))
+    assert len(rows(where)) == len(spare.read(where)) == 2
+    monkeypatch.setattr(records, "machine", lambda: own if first is None else first)
+    assert records.of(ME, where) == RECORD
+
+
 def test_a_write_that_fails_leaves_what_was_there(where: str, nowhere: Callable[[], Any]) -> None:
     records.write(RECORD, where)
     with nowhere(), pytest.raises(OSError, match="No space"):
@@ -216,7 +234,6 @@ UNUSABLE = {one.__name__: one for one in (held, damaged, full)}
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds for which the database was waited for."""
     seconds: list[float] = []
-    monkeypatch.setattr(store, "_in_vain", float("-inf"))
     monkeypatch.setattr(store.time, "sleep", seconds.append)
     return seconds
 

@@ -22,7 +22,7 @@ from memguard._node.leases import decide, locks, said, store
 from memguard._node.leases.decide import Want
 from memguard._node.leases.folders import folder
 from memguard._node.leases.locks import File
-from memguard._node.leases.store import Store, UnusableDatabaseError
+from memguard._node.leases.store import BusyDatabaseError, Store, UnusableDatabaseError
 from memguard._node.leases.types import Claim, Part, State, parts_of
 from memguard._node.leases.wakeups import WakeupFifo
 from memguard.errors import LeaseRefused, MemguardError, NotActive
@@ -43,7 +43,7 @@ _LONGEST = 200
 """Characters of a command or a budget's name."""
 Say = Callable[[str], object]
 Look = Callable[[list[Claim]], object]
-"""Told what was claimed by whom, at each look of one who waits."""
+"""Told what was claimed by whom at the last poll, after each poll and about twice a second in between."""
 
 
 def of_plan(plan: Plan, source: str, before: Lease | None = None, leaves: float | None = None) -> Lease:
@@ -153,10 +153,17 @@ class Lease:
                 if now < due and not over:
                     if wakeup.wait(min(due, began + wait) - now):
                         due = now
+                    elif look is not None:  # also between two polls: NVML remembers what others did for seconds only
+                        look(self._seen)
                     continue
                 last = over
-                if self._read(hurry) is not False:
-                    self._change(self._look, hurry)
+                try:
+                    if self._read(hurry) is not False:
+                        self._change(self._look, hurry)
+                except BusyDatabaseError:
+                    if not hurry:
+                        raise
+                    # Its claim is in the queue, and this look was too short to see what has become of it.
                 if look is not None:
                     look(self._seen)
                 due = time.monotonic() + self._pause(wakeup)
@@ -169,9 +176,7 @@ class Lease:
         return min(random.uniform(*LOOK) * (1 + ahead) ** 2, AGAIN if wakeup.is_open else 10 * LOOK[1])
 
     def _read(self, hurry: bool) -> bool | None:
-        if hurry:
-            return store.soon(lambda patience: self.store.read(self._glance, patience))
-        return self.store.read(self._glance)
+        return self.store.read_soon(self._glance) if hurry else self.store.read(self._glance)
 
     def _change(self, work: Callable[[Connection, File], None], hurry: bool = False) -> None:
         """In the database. What is seen in there to be held is not, if it cannot be written: its disk may be full."""
@@ -184,7 +189,7 @@ class Lease:
 
         try:
             if hurry:
-                store.soon(lambda patience: self.store.change(tracked, patience), writes=True)
+                self.store.change_soon(tracked)
             else:
                 self.store.change(tracked)
         except BaseException:
@@ -208,7 +213,8 @@ class Lease:
         hurry: bool = False,
     ) -> None:
         """Claim it again, after all who wait already. Several threads may: they share one place in the queue. In a
-        `hurry` no look at the database waits longer than `store.soon` does.
+        `hurry` no look at the database waits longer than `Store.read_soon` does; once the claim is in the queue, a
+        database in use by others only delays the next look.
 
         Raises as `take`; then it is as `leave` left it, unless another thread still waits. NotActive too if it is given
         back meanwhile.
@@ -226,7 +232,10 @@ class Lease:
                 with self._count:  # not for the change: one in a hurry does not wait for another's database
                     self._returning -= 1
                 if self._returning == 0 and not self.held:
-                    self._change(self._give_up, hurry)
+                    try:
+                        self._change(self._give_up, hurry)
+                    except MemguardError as error:  # what ended the wait is raised, not this
+                        _log.warning("its claim may still wait, although nobody waits for it: %s", text_of(error))
         except LeaseRefused:
             if not self.held:  # else its turn came with the end of the time
                 raise

@@ -106,6 +106,23 @@ class File:
         return sorted(found)
 
 
+def create(path: str) -> None:
+    """Create the file, for this user only. Raises OSError; FileExistsError if it is there.
+
+    It stays open for the next `opened`: another thread may hold a byte already, which a close here would free.
+    """
+    watch_forks()
+    if _opening.run(_create, _WAIT, path) is None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+
+
+def _create(path: str) -> None:
+    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    found = os.fstat(fd)
+    identity = found.st_dev, found.st_ino
+    _files[identity] = File(fd, identity)
+
+
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[File]:
     """The file, which must be there. Raises OSError."""
@@ -142,25 +159,28 @@ def _close_for(look: object) -> None:
     _close_idle()
 
 
-def hold(path: str, numbers: Collection[int]) -> File | None:
+def hold(path: str, numbers: Collection[int], into: list[File] | None = None) -> File | None:
     """Hold all these bytes of the file, which must be there, or none: None if one of them is held, also by this
-    process. Raises OSError."""
+    process. Raises OSError.
+
+    The file is appended to `into` before a byte is taken: a caller that a Ctrl-C interrupts can `undo` it.
+    """
     with opened(path) as file:
-        done = _opening.run(_held, _WAIT, file, numbers)
+        done = _opening.run(_held, _WAIT, file, numbers, [] if into is None else into)
         return file if done is not None and done[0] else None
 
 
-def _held(file: File, numbers: Collection[int]) -> bool:
+def _held(file: File, numbers: Collection[int], into: list[File]) -> bool:
     if not file.held.isdisjoint(numbers):
         return False
+    taken = False
     try:
-        if all(map(file.take, numbers)):
-            return True
-    except BaseException:
-        release(file, numbers)
-        raise
-    release(file, numbers)
-    return False
+        into.append(file)
+        taken = all(map(file.take, numbers))
+        return taken
+    finally:
+        if not taken:
+            undo(into, numbers)
 
 
 def release(file: File, numbers: Collection[int]) -> None:
@@ -168,6 +188,13 @@ def release(file: File, numbers: Collection[int]) -> None:
     for number in numbers:
         file.drop(number)
     _opening.run(_close_idle, _WAIT)
+
+
+def undo(into: list[File], numbers: Collection[int]) -> None:
+    """Release what `hold` took, and empty its list. To be called again if a Ctrl-C interrupts it."""
+    for file in into:
+        release(file, numbers)
+    into.clear()
 
 
 def let_go(first: int, last: int | None = None) -> None:

@@ -13,7 +13,7 @@ from memguard._devices import proc
 from memguard._node.identity import Process, lives, machine, this_process
 from memguard._node.leases.columns import checked, number, start, text
 from memguard._node.leases.locks import File
-from memguard._node.leases.store import Store, UnusableDatabaseError, byte_of, forget, process_row, soon, unlist
+from memguard._node.leases.store import Store, UnusableDatabaseError, byte_of, forget, process_row, unlist
 
 if TYPE_CHECKING:
     from sqlite3 import Connection
@@ -74,7 +74,7 @@ def leave(process: Process, folder: str) -> None:
 
 def every(folder: str) -> list[Budgeted]:
     """Of the living, in this numbering of PIDs. Changes nothing. Raises MemguardError."""
-    return soon(lambda patience: Store(folder).read(_living, patience)) or []
+    return Store(folder).read_soon(_living) or []
 
 
 def _living(connection: Connection, file: File) -> list[Budgeted]:

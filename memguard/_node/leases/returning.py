@@ -14,7 +14,7 @@ def refusal(process: Process, where: str | None = None) -> str:
 
     Raises MemguardError if the leases cannot be read.
     """
-    claims = store.soon(Store(where or folder(make=False)).claims)
+    claims = Store(where or folder(make=False)).read_soon(store.claims_of) or []
     here = machine()
     for claim in claims:
         if claim.state != "held" and (claim.pid, claim.start, claim.machine) == (*process, here):

@@ -18,6 +18,8 @@ last claim, unless it is listed and its own byte is held.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 import os
 import random
 import stat
@@ -44,6 +46,10 @@ class UnusableDatabaseError(MemguardError):
     """The database is damaged, or is not this memguard's."""
 
 
+class BusyDatabaseError(MemguardError):
+    """Another process or thread used the database all the time."""
+
+
 Work = Callable[["Connection", File], T]
 NAME, LOCKS = "leases.sqlite", "leases.lock"
 VERSION = 1
@@ -54,9 +60,9 @@ PATIENCE = 30.0
 BRIEF = 0.5
 """Seconds that a restore waits for the database in all."""
 _REMEMBERED = 60.0
-"""Seconds after a failure of `soon` during which it does not wait again."""
-_in_vain = float("-inf")
-"""When `soon` failed last, by the monotonic clock."""
+"""Seconds after a wait in vain for a database during which `read_soon` and `change_soon` do not wait for it again."""
+_in_vain: dict[str, float] = {}
+"""When they last waited in vain, by the monotonic clock, for each database (path)."""
 _WRITER = 1 << 43
 """The byte of the file of locks whose holder may change the database. A failed attempt to lock it takes microseconds; a
 failed attempt to begin a transaction takes a millisecond, which hundreds of processes would spend at once."""
@@ -112,23 +118,6 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def soon(do: Callable[[float], T], writes: bool = False) -> T:
-    """Call `do(patience)` for a caller that must not be delayed, such as a restore.
-
-    It waits BRIEF seconds for the database. After a wait without success, further calls make one attempt without
-    waiting, until a write succeeds or _REMEMBERED seconds without a failure have passed. Raises as `do`.
-    """
-    global _in_vain
-    try:
-        found = do(0.0 if time.monotonic() - _in_vain < _REMEMBERED else BRIEF)
-    except MemguardError:
-        _in_vain = time.monotonic()
-        raise
-    if writes:
-        _in_vain = float("-inf")
-    return found
-
-
 class Store:
     """The database in one folder, which no other user can enter."""
 
@@ -148,6 +137,27 @@ class Store:
         if not os.path.lexists(self.path) or not os.path.lexists(self.locks):
             return None
         return self._attempts(work, patience, writes=False)
+
+    def read_soon(self, work: Work[T]) -> T | None:
+        """`read` for a caller that must not be delayed, such as a restore.
+
+        It waits BRIEF seconds for the database. After a wait in vain, further calls make one attempt without waiting,
+        until a write succeeds or _REMEMBERED seconds without another such attempt have passed.
+        """
+        return self._soon(functools.partial(self.read, work))
+
+    def change_soon(self, work: Work[T]) -> T:
+        """`change` for such a caller."""
+        found = self._soon(functools.partial(self.change, work))
+        _in_vain.pop(self.path, None)
+        return found
+
+    def _soon(self, call: Callable[[float], T]) -> T:
+        try:
+            return call(0.0 if time.monotonic() - _in_vain.get(self.path, -math.inf) < _REMEMBERED else BRIEF)
+        except BusyDatabaseError:  # any other failure comes at once
+            _in_vain[self.path] = time.monotonic()
+            raise
 
     def claims(self, patience: float = PATIENCE) -> list[Claim]:
         """Those of living processes, first come first. Changes nothing."""
@@ -180,7 +190,7 @@ class Store:
             try:
                 done = locks.locked.run(self._once, max(until - time.monotonic(), 0.0), work, writes)
                 if done is None:
-                    raise MemguardError(f"another thread of this process has had {self.path} for {patience:.0f} s")
+                    raise BusyDatabaseError(f"another thread of this process has had {self.path} for {patience:.0f} s")
                 return done[0]
             except sqlite3.OperationalError as error:
                 busy = any(word in str(error) for word in ("locked", "busy")) or _inode(self.path) != before
@@ -197,7 +207,7 @@ class Store:
                 if busy:
                     text = f"{self.path} is in use by another process for {patience:.0f} s"
                     fix = f"find out who has it (`fuser {self.path}`); one that was stopped (Ctrl-Z) goes on with `fg`"
-                    raise MemguardError(text, fix=fix) from None
+                    raise BusyDatabaseError(text, fix=fix) from None
                 raise MemguardError(
                     f"{self.path} cannot be used: {error}",
                     fix="look whether its disk is full or read-only; MEMGUARD_LEASES names another folder",
@@ -222,8 +232,8 @@ class Store:
             )
         if isinstance(locks.in_use, sqlite3.Connection):  # an interrupted call left it open
             locks.in_use.close()
-        for path in (self.path, self.locks):
-            made(path)
+        _made(self.path, _create)
+        made(self.locks)
         with locks.opened(self.locks) as file:
             try:
                 if writes and not file.take(_WRITER):
@@ -319,10 +329,19 @@ def _inode(path: str) -> int | None:
 
 
 def made(path: str) -> None:
-    """A file of this user's only. It is never opened here once it is there: its closing would free SQLite's locks."""
+    """The file of locks, of this user's only: created if missing. Raises MemguardError."""
+    _made(path, locks.create)
+
+
+def _create(path: str) -> None:
+    """The database, never opened here once it is there: its closing would free SQLite's locks."""
+    os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+
+
+def _made(path: str, create: Callable[[str], None]) -> None:
     with contextlib.suppress(FileExistsError):
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+            create(path)
             return
         except FileExistsError:
             raise

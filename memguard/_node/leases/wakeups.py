@@ -8,6 +8,7 @@ are before its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import stat
@@ -70,8 +71,11 @@ class WakeupFifo:
             with contextlib.suppress(FileExistsError):
                 os.mkfifo(path, 0o600)
             self._fd, self._path = os.open(path, os.O_RDWR | _OPEN), path
+            if not stat.S_ISFIFO(os.fstat(self._fd).st_mode):  # a plain file would always be ready to be read
+                raise OSError(errno.EEXIST, "it is no FIFO", path)
         except OSError as error:
             _log.debug("no wake-up while this process waits for its lease, so it polls: %s", error)
+            self._close_fd()
             return False
         return True
 

@@ -5,8 +5,9 @@ later knows what was going on: `memguard ps`, and `memguard resume PID` after th
 (`work_lock`) says whether that one still lives; the kernel takes it away with its owner.
 
 The database may be held by another process, damaged, or on a full disk. So one file beside it has a copy of each
-record (`spare`): either is enough, and nobody waits for the database longer than `soon` does. Records are read from
-both, and from the files of a process that runs memguard 0.1.0, which had one file each; the newest of a process counts.
+record (`spare`): either is enough, and nobody waits for the database longer than `Store.read_soon` does. Records are
+read from both, and from the files of a process that runs memguard 0.1.0, which had one file each; the newest of a
+process counts.
 
 Which processes run under a budget is in the same database (`_node.leases.registry`).
 
@@ -37,7 +38,7 @@ from memguard._node.leases.folders import VARIABLE, refuse_network, trusted
 from memguard._node.leases.folders import folder as leases
 from memguard._node.leases.locks import File
 from memguard._node.leases.registry import Budgeted
-from memguard._node.leases.store import Store, soon
+from memguard._node.leases.store import Store
 from memguard._node.suspend.store import spare
 from memguard._node.suspend.types import Why
 from memguard.errors import MemguardError
@@ -70,7 +71,7 @@ _THERE = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'suspended
 _ROWS = f"SELECT record FROM suspended WHERE typeof(record) = 'text' AND length(record) <= {LIMIT} LIMIT 10000"
 _PUT = "INSERT OR REPLACE INTO suspended VALUES (?, ?, ?, ?)"
 _DROP = "DELETE FROM suspended WHERE machine = ? AND pid = ? AND start = ?"
-_OF_ANOTHER_BOOT = "DELETE FROM suspended WHERE substr(machine, 1, ?) != ?"
+_OF_ANOTHER_BOOT = "DELETE FROM suspended WHERE machine != '' AND substr(machine, 1, ?) != ?"
 
 
 @dataclass(frozen=True)
@@ -294,7 +295,7 @@ def _table(place: str) -> list[dict[str, Any]]:
 
     try:
         refuse_network(place)
-        texts = soon(lambda patience: Store(place).read(rows, patience)) or []
+        texts = Store(place).read_soon(rows) or []
     except MemguardError as error:
         _log.debug("what the database says of suspended processes is not read: %s", error)
         return []
@@ -311,11 +312,12 @@ def _into_table(place: str, message: Mapping[str, Any]) -> None:
 
     def put(connection: Connection, _: File) -> None:
         connection.execute(_TABLE)
-        connection.execute(_OF_ANOTHER_BOOT, (len(boot), boot))  # of processes that have surely ended
+        if here:  # else this boot is unknown
+            connection.execute(_OF_ANOTHER_BOOT, (len(boot), boot))  # of processes that have surely ended
         connection.execute(_PUT, (here, message["pid"], message["start"], text))
 
     refuse_network(place)
-    soon(lambda patience: Store(place).change(put, patience), writes=True)
+    Store(place).change_soon(put)
 
 
 def _out_of_table(place: str, keys: list[tuple[str, int, int]]) -> None:
@@ -324,7 +326,7 @@ def _out_of_table(place: str, keys: list[tuple[str, int, int]]) -> None:
             connection.executemany(_DROP, keys)
 
     if keys and os.path.lexists(Store(place).path):
-        soon(lambda patience: Store(place).change(drop, patience), writes=True)
+        Store(place).change_soon(drop)
 
 
 def _remove_files(place: str, process: Process) -> None:
@@ -358,9 +360,12 @@ def _is(message: Mapping[str, Any], process: Process) -> bool:
 
 
 def _dead(message: Mapping[str, Any]) -> bool:
-    """Whether its process has surely ended."""
+    """Whether its process has surely ended. Nobody knows without both boots: `machine` is empty in some containers."""
     pid, start, here = message.get("pid"), message.get("start"), str(message.get("machine"))
-    if here.partition(" ")[0] != machine().partition(" ")[0]:
+    boot, own = here.partition(" ")[0], machine().partition(" ")[0]
+    if not boot or not own:
+        return False
+    if boot != own:
         return True
     return _here(message) and not (type(pid) is int and type(start) is int and lives(Process(pid, start)))
 

@@ -114,11 +114,15 @@ def _exclusive(folder: str) -> Iterator[None]:
         made(path)
     except MemguardError as error:
         raise OSError(errno.EACCES, error.advice.reason) from None
-    while (file := locks.hold(path, (SPARE,))) is None:
-        if time.monotonic() > until:
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), os.path.join(folder, NAME))
-        time.sleep(_WAIT / 50)
+    held: list[locks.File] = []
     try:
+        while locks.hold(path, (SPARE,), held) is None:
+            if time.monotonic() > until:
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), os.path.join(folder, NAME))
+            time.sleep(_WAIT / 50)
         yield
     finally:
-        locks.release(file, (SPARE,))
+        try:
+            locks.undo(held, (SPARE,))
+        finally:  # again: a Ctrl-C may have come into the one before
+            locks.undo(held, (SPARE,))

@@ -29,7 +29,7 @@ class Turn:
     def __init__(self, uuids: Iterable[str], where: str | None = None) -> None:
         self._uuids, self._where = sorted(uuids), where
         self._path = ""
-        self._file: locks.File | None = None
+        self._files: list[locks.File] = []
         self._tickets: tuple[int, ...] = ()
 
     def __enter__(self) -> Turn:
@@ -38,23 +38,28 @@ class Turn:
         made(self._path)
         # The same clock for every process since the machine started. Of two that come at once, one comes later.
         when = time.monotonic_ns() // 1000 % (1 << _TIME - 1)
-        while self._file is None:
-            self._tickets = tuple(_range(uuid) + when for uuid in self._uuids)
-            self._file = locks.hold(self._path, self._tickets)
-            when += 1
+        try:
+            while not self._files:
+                self._tickets = tuple(_range(uuid) + when for uuid in self._uuids)
+                locks.hold(self._path, self._tickets, self._files)
+                when += 1
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            locks.release(file, self._tickets)
+        try:
+            locks.undo(self._files, self._tickets)
+        finally:  # again: a Ctrl-C may have come into the one before
+            locks.undo(self._files, self._tickets)
 
     def ahead(self) -> dict[str, tuple[int, ...]]:
         """The PIDs of those who came before, by GPU, first come first; empty where it is this one's turn.
 
         The PID of a process in another container is 0.
         """
-        if self._file is None:
+        if not self._files:
             return {}
         with locks.opened(self._path) as file:
             found = {

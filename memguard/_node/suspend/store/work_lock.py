@@ -62,7 +62,7 @@ class Work:
     ) -> None:
         self._process, self._why, self._sizes, self._budget = process, why, sizes, budget
         self._patience, self._where = patience, where
-        self._file: locks.File | None = None
+        self._byte, self._files = _byte_of(process), list[locks.File]()
         self.found: Record | None = None
         """What was known before, once the block is entered."""
         self._now: Record | None = None
@@ -74,14 +74,27 @@ class Work:
         for other in places:  # whoever works on it may have another folder of its own
             if other != where and (by := worked_on(self._process, other)) is not None:
                 raise BusyError(self._process, by)
-        self._file = _locked(where, self._process, max(self._patience, _LOOKED_AT))
-        self.found = self._now = records.of(self._process, where)
+        try:
+            self._lock(where)
+            self.found = self._now = records.of(self._process, where)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            locks.release(file, (_byte_of(self._process),))
+        try:
+            locks.undo(self._files, (self._byte,))
+        finally:  # again: a Ctrl-C may have come into the one before
+            locks.undo(self._files, (self._byte,))
+
+    def _lock(self, where: str) -> None:
+        path, until = os.path.join(where, LOCKS), time.monotonic() + max(self._patience, _LOOKED_AT)
+        made(path)
+        while locks.hold(path, (self._byte,), self._files) is None:
+            if time.monotonic() > until:
+                raise BusyError(self._process, worked_on(self._process, where))
+            time.sleep(_LOOKED_AT / 10)
 
     def __call__(self, step: str) -> None:
         """It is about to take that step. `state` changes nothing, and is not recorded."""
@@ -131,16 +144,6 @@ _WORK = 1 << 41
 def _byte_of(process: Process) -> int:
     """One byte for each process, also of several PID namespaces: two share one in one case in four thousand million."""
     return _WORK + zlib.crc32(f"{machine()} {process.pid} {process.start}".encode())
-
-
-def _locked(where: str, process: Process, patience: float) -> locks.File:
-    path, until = os.path.join(where, LOCKS), time.monotonic() + patience
-    made(path)
-    while (file := locks.hold(path, (_byte_of(process),))) is None:
-        if time.monotonic() > until:
-            raise BusyError(process, worked_on(process, where))
-        time.sleep(_LOOKED_AT / 10)
-    return file
 
 
 def worked_on(process: Process, where: str | None = None) -> int | None:

@@ -19,6 +19,7 @@ from memguard._runtime.runtime import this
 from memguard.errors import CannotResume, LeaseRefused, MemguardError, NotActive
 
 Used = Callable[[int], "bool | None"]
+_INTERRUPTED = "it was interrupted while it waited for its lease"
 back_since = float("-inf")
 """When this process was on its GPUs again, by the monotonic clock."""
 
@@ -45,7 +46,8 @@ def claim(timeout: float | None, stop: Callable[[], bool], tell: Progress, used:
     """Claim the lease again, before the process returns. What is left of `timeout` (seconds; None: no end).
 
     `used` as for `MakingRoom`. If the database cannot be used, the process returns without its lease, and `is_back`
-    claims that. Raises CannotResume; then it waits for nothing any more.
+    claims that; not if `stop` is set or the time is over by then. Raises CannotResume; then it waits for nothing any
+    more.
     """
     lease = current()
     if lease is None or lease.held:
@@ -65,13 +67,17 @@ def claim(timeout: float | None, stop: Callable[[], bool], tell: Progress, used:
     except NotActive:
         if (now := current()) is not None and now.held:  # its turn came with the interruption
             give_back()
-        raise CannotResume("it was interrupted while it waited for its lease") from None
+        raise CannotResume(_INTERRUPTED) from None
     except LeaseRefused as error:
         longer = "wait longer (memguard.resume(timeout='1h')), or end or suspend one of them"
         raise CannotResume(f"its lease cannot be had again: {error.advice.reason}", fix=longer) from None
     except CannotResume:
         raise
     except MemguardError as error:
+        if stop():
+            raise CannotResume(_INTERRUPTED) from None
+        if timeout and time.monotonic() - began >= timeout:  # 0: one attempt, and that was it
+            raise CannotResume(error.advice.within("its lease cannot be had again")) from None
         _log.warning("comes back on its GPUs without its lease: %s", text_of(error))
     return None if timeout is None else max(timeout - (time.monotonic() - began), 0.0)
 
