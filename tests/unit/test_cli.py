@@ -286,6 +286,13 @@ def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("check -c b.yaml b.yaml", "the budget is given twice: as BUDGET and with -c"),
         ("plan -c b.yaml b.yaml", "the budget is given twice: as BUDGET and with -c"),
         ("doctor b.yaml", "the budget is an option: memguard doctor -c b.yaml"),
+        ("run b.yaml -- python x.py --lr 1", "the budget is an option: memguard run -c b.yaml -- python x.py --lr 1"),
+        ("run b.yaml python 'x y.py'", "the budget is an option: memguard run -c b.yaml -- python 'x y.py'"),
+        ("run b.yaml", "the budget is an option: memguard run -c b.yaml -- COMMAND"),
+        ("run -c b.yaml b.yaml", "the budget is given twice: as b.yaml and with -c"),
+        ("run -c - -- python x.py", "standard input is not possible here: name a file"),
+        ("doctor -c -", "standard input is not possible here: name a file"),
+        ("suggest --device l4 -o a.yaml -o b.yaml", "-o is given twice: one budget is written, to one file"),
         ("top --interval 5years", "unknown unit"),
         ("top --interval 1ms", "1ms is not between 100ms and 1h"),
         ("doctor --timeout 100h", "100h is not between 1s and 24h"),
@@ -297,6 +304,21 @@ def test_a_wrong_command_line_names_the_right_one(
 ) -> None:
     assert call(*shlex.split(arguments)) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "check ''", "check -c ''", "check b.yaml ''", "plan '' --device l4", "plan -c '' --device l4",
+        "run -c '' -- true", "doctor -c ''", "replay -c '' a.timeline",
+    ],
+)  # fmt: skip
+def test_an_empty_name_is_no_budget(arguments: str, recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `-c "$BUDGET"` with an unset variable: the nearest budget would not be the one that was meant."""
+    Path("b.yaml").rename("budget.yaml")
+    assert call(*shlex.split(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.endswith("Error: the name of the budget is empty\n")
 
 
 def test_replay_recognises_both_kinds_of_recordings(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
