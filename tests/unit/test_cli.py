@@ -245,6 +245,29 @@ def test_a_command_of_an_older_version_names_its_successor(
     assert capsys.readouterr().err.endswith(f"Error: {command!r} is now `{instead}`\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        ("plan --simulate h200", "--device"), ("run --simulate h200 -- true", "--device"),
+        ("suggest --for=l4 a.jsonl", "--device"), ("replay a.trace --budget b.yaml", "-c"),
+        ("doctor --budget b.yaml", "-c"), ("report a.jsonl --html a.html", "-o FILE.html"),
+        ("report a.jsonl --md", "-o FILE.md"), ("report a.jsonl --csv=a.csv", "-o FILE.csv"),
+        ("report a.jsonl --perfetto a", "-o FILE.json"),
+    ],
+)  # fmt: skip
+def test_an_option_of_an_older_version_names_its_successor(
+    arguments: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*arguments.split()) == 2
+    option = next(word for word in arguments.split() if word.startswith("--")).partition("=")[0]
+    assert capsys.readouterr().err.endswith(f"Error: {option} is now `{instead}`\n")
+
+
+def test_an_option_of_an_older_version_has_no_successor_in_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("leases", "--budget", "b.yaml") == 2
+    assert "is now" not in capsys.readouterr().err
+
+
 @pytest.fixture
 def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder, the current one, with headers of both kinds of recordings and a budget that is not found by default."""
