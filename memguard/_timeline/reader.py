@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -208,6 +209,8 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
         if isinstance(error, FileNotFoundError) and (written := written_as(name)):
             more = f" (the newest of {len(written)})" if len(written) > 1 else ""
             fix = f"its name has PID and rank: {written[0]}{more}"
+        if name == "-" or _is_pipe(name):
+            fix = "a timeline cannot be read from a pipe: save it to a file"
         raise TimelineError(f"{name}: cannot be read: {reason}", fix=fix) from None
     if not newest and not older:
         raise TimelineError(f"{name}: no part of it has a header", fix="record the timeline again")
@@ -216,6 +219,13 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
     if other:
         notes.append(of_earlier_runs(other))
     return Timeline(_in_order([part for part in older if part.header.run == run], newest, notes), notes, tuple(other))
+
+
+def _is_pipe(path: str) -> bool:
+    try:
+        return stat.S_ISFIFO(os.stat(path).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def of_earlier_runs(paths: Iterable[str]) -> str:

@@ -27,6 +27,16 @@ from memguard.cli.support import exit_codes
 
 _MOVED = {"simulate": "memguard replay", "schema": "memguard check --schema", "reclaim": "memguard top --once"}
 """Commands of 0.1, and what replaces them."""
+_RENAMED = {
+    "--simulate": ("--device", "--device"),
+    "--for": ("--device", "--device"),
+    "--budget": ("--config", "-c"),
+    "--html": ("--format", "-o FILE.html"),
+    "--md": ("--format", "-o FILE.md"),
+    "--csv": ("--format", "-o FILE.csv"),
+    "--perfetto": ("--format", "-o FILE.json"),
+}
+"""Options of 0.1: the option that a command with the replacement has, and the replacement."""
 
 
 class _Group(click.Group):
@@ -79,7 +89,8 @@ class _Group(click.Group):
         try:
             return super().main(args, prog_name, standalone_mode=False, **more)
         except click.ClickException as error:
-            error.show(sys.stderr)
+            shown = _with_successor(error) if isinstance(error, click.NoSuchOption) else error
+            shown.show(sys.stderr)
             return error.exit_code
         except click.Abort:  # Ctrl-C before there was a command
             return exit_codes.INTERRUPTED
@@ -101,6 +112,15 @@ class _Group(click.Group):
         except KeyboardInterrupt:
             click.echo(err=True)  # the terminal shows ^C on a line of its own
             ctx.exit(exit_codes.INTERRUPTED)
+
+
+def _with_successor(error: click.NoSuchOption) -> click.UsageError:
+    """What the option of 0.1 has become, instead of click's guess by name."""
+    needed, instead = _RENAMED.get(error.option_name, ("", ""))
+    parameters = error.ctx.command.params if error.ctx is not None else []
+    if any(needed in parameter.opts for parameter in parameters):
+        return click.UsageError(f"{error.option_name} is now `{instead}`", error.ctx)
+    return error
 
 
 @click.command("memguard", cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

@@ -29,7 +29,14 @@ _WARNING = "warning"
 
 
 @click.command("check")
-@click.argument("budgets", metavar="[BUDGET]...", nargs=-1, type=click.Path(), shell_complete=complete.budgets)
+@click.argument(
+    "budgets",
+    metavar="[BUDGET]...",
+    nargs=-1,
+    type=click.Path(),
+    shell_complete=complete.budgets,
+    callback=options.budget_name,
+)
 @options.budget("The budget file, as the argument BUDGET.")
 @click.option("--schema", is_flag=True, help="Print the JSON Schema (2020-12) of budget files instead, for editors.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: for each file its problems and warnings.")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.command("doctor", short_help="Find out why a framework does not work here.")
 @click.argument("words", metavar="", nargs=-1, type=click.Path())
-@options.budget("Examine only the frameworks that this budget names, and whether it fits this machine.")
+@options.budget("Examine only the frameworks that this budget names, and whether it fits this machine.", stdin=False)
 @options.as_json
 @click.option("--dump-facts", is_flag=True, help="Print what was read, as JSON, for --facts or a bug report.")
 @click.option(

@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
 
 @click.command("plan")
-@click.argument("named", metavar="[BUDGET]", type=click.Path(), required=False, shell_complete=complete.budgets)
+@click.argument(
+    "named",
+    metavar="[BUDGET]",
+    type=click.Path(),
+    required=False,
+    shell_complete=complete.budgets,
+    callback=options.budget_name,
+)
 @options.budget("The budget file, as the argument BUDGET.")
 @options.devices
 @click.option("--ranks", type=click.IntRange(1, 1024), help="For so many ranks on this node: which GPU each uses.")

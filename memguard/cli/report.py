@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -18,9 +19,28 @@ _FORMATS = {".html": "html", ".htm": "html", ".md": "md", ".csv": "csv", ".json"
 """The format of a file by its ending."""
 
 
+def _files(context: click.Context, parameter: click.Parameter, files: tuple[str, ...]) -> tuple[str, ...]:
+    """Explain a missing -o by the output among the arguments.
+
+    click processes what the command line has first, so -o is not given if its value is not there yet.
+    """
+    if len(files) < 2 or "outputs" in context.params:
+        return files
+    if os.path.splitext(files[-1])[1].lower() in _FORMATS:
+        words = " ".join(shlex.quote(click.format_filename(name)) for name in (*files[:-1], "-o", files[-1]))
+        raise click.UsageError(f"the output is an option: memguard report {words}", context)
+    return files
+
+
 @click.command("report", short_help="Draw a recorded run, or two, as one HTML file.")
 @click.argument(
-    "files", metavar="TIMELINE [OTHER]", nargs=-1, required=True, type=_FILE, shell_complete=complete.timelines
+    "files",
+    metavar="TIMELINE [OTHER]",
+    nargs=-1,
+    required=True,
+    type=_FILE,
+    shell_complete=complete.timelines,
+    callback=_files,
 )
 @click.option(
     "-o",
@@ -60,8 +80,12 @@ def report(files: tuple[str, ...], outputs: tuple[str, ...], wanted: str | None,
 
     if len(files) > 2:
         raise click.UsageError(f"{len(files)} timelines are given: memguard report TIMELINE [OTHER] -o FILE")
-    formats = [(path, _format(path, wanted)) for path in outputs]
     output.check(outputs, set().union(*map(parts_of_run, files)), force)
+    formats = [(path, _format(path, wanted)) for path in outputs]
+    if wanted is not None and all(form != wanted for _, form in formats):
+        contradicted, form = formats[0]
+        name = click.format_filename(contradicted)
+        raise click.UsageError(f"--format {wanted} contradicts the ending of {name} ({form}): leave one out")
     timelines: list[tuple[str, Timeline]] = [(name, load_timeline(name)) for name in files]
     runs: list[Run] = []
     for path, form in formats:

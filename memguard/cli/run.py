@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,7 +37,7 @@ _FATAL = ("driver-", "cuda-init-failed", "visible-devices-", "container-", "devi
     short_help="Start a program under a budget, without changing it.",
     context_settings={"allow_interspersed_args": False},
 )
-@options.budget()
+@options.budget(stdin=False)
 @options.devices
 @options.duration(
     "--when-idle",
@@ -79,6 +80,14 @@ def run(
     from memguard.cli.support import budget_file, ignored_environment
     from memguard.cli.support import mps as service
 
+    if command[0].endswith((".yaml", ".yml")) and os.path.isfile(command[0]):
+        rest = command[2:] if command[1:2] == ("--",) else command[1:]
+        words = shlex.join(rest) if rest else "COMMAND"
+        raise click.UsageError(
+            f"the budget is an option: memguard run -c {shlex.quote(command[0])} -- {words}"
+            if budget is None
+            else f"the budget is given twice: as {command[0]} and with -c"
+        )
     gpus: Sequence[str] = devices
     if examine and gpus:
         raise click.UsageError("--doctor examines real GPUs and --device names simulated ones: leave one out")

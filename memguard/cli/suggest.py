@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from memguard._base.types import Device
 
 
+def _once(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> str | None:
+    """The value of an option that may be given once: click alone would drop all but the last."""
+    if len(values) > 1:
+        raise click.UsageError("-o is given twice: one budget is written, to one file", context)
+    return values[0] if values else None
+
+
 @click.command("suggest")
 @click.argument("timelines", metavar="[TIMELINE]...", nargs=-1, type=click.Path(), shell_complete=complete.timelines)
 @click.option(
@@ -24,7 +31,13 @@ if TYPE_CHECKING:
 @click.option("--ignore-refused", is_flag=True, help="Leave out what was refused: for programs that try sizes.")
 @options.as_json
 @click.option(
-    "-o", "output", type=click.Path(), metavar="FILE", help="Write to this file, which must not exist; - is stdout."
+    "-o",
+    "output",
+    type=click.Path(),
+    multiple=True,
+    callback=_once,
+    metavar="FILE",
+    help="Write to this file, which must not exist; - is stdout.",
 )
 @options.force
 @click.pass_context

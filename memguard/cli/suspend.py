@@ -32,6 +32,8 @@ def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, yes: boo
     from memguard.cli.support import waiting
 
     process, stop = remote_suspend.found(pid), remote_suspend.Stop()
+    if not remote_suspend.simulated(process):  # else the answer is that its GPUs hold no memory
+        exit_codes.require_gpu()
     if unsafe and not yes and (as_json or not _asks()):
         raise click.UsageError(
             "--unsafe may crash or lose the process, and nobody can be asked here: add --yes if that is meant"

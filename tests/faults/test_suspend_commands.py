@@ -554,6 +554,24 @@ def test_ctrl_c_while_it_waits_leaves_it_suspended(machine: Machine) -> None:
     assert machine.call("resume", process.pid).returncode == 0
 
 
+@pytest.mark.parametrize("options", [(), ("--unsafe",), ("--unsafe", "--yes"), ("--tree",), ("--json",)])
+def test_without_a_gpu_nothing_is_advised_or_asked(machine: Machine, options: tuple[str, ...]) -> None:
+    process = machine.start()
+    machine.scenario(count=0)
+    done = machine.call("suspend", process.pid, *options)
+    assert (done.returncode, done.stdout) == (3, ""), done.stderr
+    assert done.stderr.startswith("memguard: NVML sees no GPU\n    fix: ") and "--unsafe" not in done.stderr
+    assert machine.state(process.pid) == RUNNING and machine.calls == []
+
+
+def test_an_nvml_that_fails_is_no_missing_gpu(machine: Machine) -> None:
+    """CUDA may work without it: what follows says what it found."""
+    process = machine.start()
+    machine.scenario(init=999)
+    done = machine.call("suspend", process.pid)
+    assert done.returncode == 1 and "by_others: true" in done.stderr
+
+
 def test_what_cannot_be(machine: Machine) -> None:
     process = machine.start()
     gone = machine.call("suspend", 2**22 + 5)

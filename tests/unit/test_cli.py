@@ -245,6 +245,29 @@ def test_a_command_of_an_older_version_names_its_successor(
     assert capsys.readouterr().err.endswith(f"Error: {command!r} is now `{instead}`\n")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "instead"),
+    [
+        ("plan --simulate h200", "--device"), ("run --simulate h200 -- true", "--device"),
+        ("suggest --for=l4 a.jsonl", "--device"), ("replay a.trace --budget b.yaml", "-c"),
+        ("doctor --budget b.yaml", "-c"), ("report a.jsonl --html a.html", "-o FILE.html"),
+        ("report a.jsonl --md", "-o FILE.md"), ("report a.jsonl --csv=a.csv", "-o FILE.csv"),
+        ("report a.jsonl --perfetto a", "-o FILE.json"),
+    ],
+)  # fmt: skip
+def test_an_option_of_an_older_version_names_its_successor(
+    arguments: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(*arguments.split()) == 2
+    option = next(word for word in arguments.split() if word.startswith("--")).partition("=")[0]
+    assert capsys.readouterr().err.endswith(f"Error: {option} is now `{instead}`\n")
+
+
+def test_an_option_of_an_older_version_has_no_successor_in_other_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("leases", "--budget", "b.yaml") == 2
+    assert "is now" not in capsys.readouterr().err
+
+
 @pytest.fixture
 def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder, the current one, with headers of both kinds of recordings and a budget that is not found by default."""
@@ -286,6 +309,13 @@ def recordings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("check -c b.yaml b.yaml", "the budget is given twice: as BUDGET and with -c"),
         ("plan -c b.yaml b.yaml", "the budget is given twice: as BUDGET and with -c"),
         ("doctor b.yaml", "the budget is an option: memguard doctor -c b.yaml"),
+        ("run b.yaml -- python x.py --lr 1", "the budget is an option: memguard run -c b.yaml -- python x.py --lr 1"),
+        ("run b.yaml python 'x y.py'", "the budget is an option: memguard run -c b.yaml -- python 'x y.py'"),
+        ("run b.yaml", "the budget is an option: memguard run -c b.yaml -- COMMAND"),
+        ("run -c b.yaml b.yaml", "the budget is given twice: as b.yaml and with -c"),
+        ("run -c - -- python x.py", "standard input is not possible here: name a file"),
+        ("doctor -c -", "standard input is not possible here: name a file"),
+        ("suggest --device l4 -o a.yaml -o b.yaml", "-o is given twice: one budget is written, to one file"),
         ("top --interval 5years", "unknown unit"),
         ("top --interval 1ms", "1ms is not between 100ms and 1h"),
         ("doctor --timeout 100h", "100h is not between 1s and 24h"),
@@ -297,6 +327,21 @@ def test_a_wrong_command_line_names_the_right_one(
 ) -> None:
     assert call(*shlex.split(arguments)) == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "check ''", "check -c ''", "check b.yaml ''", "plan '' --device l4", "plan -c '' --device l4",
+        "run -c '' -- true", "doctor -c ''", "replay -c '' a.timeline",
+    ],
+)  # fmt: skip
+def test_an_empty_name_is_no_budget(arguments: str, recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As `-c "$BUDGET"` with an unset variable: the nearest budget would not be the one that was meant."""
+    Path("b.yaml").rename("budget.yaml")
+    assert call(*shlex.split(arguments)) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.endswith("Error: the name of the budget is empty\n")
 
 
 def test_replay_recognises_both_kinds_of_recordings(recordings: Path, capsys: pytest.CaptureFixture[str]) -> None:

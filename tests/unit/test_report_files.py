@@ -6,7 +6,10 @@ import csv
 import io
 import json
 import os
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -151,6 +154,43 @@ def test_a_fifo_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
 
+def test_a_pipe_is_written_to_by_the_name_that_was_given(tmp_path: Path) -> None:
+    """The real path of /dev/stdout and /dev/fd/63, /proc/PID/fd/pipe:[N], names nothing."""
+    reader, writer = os.pipe()
+    try:
+        output.check([f"/dev/fd/{writer}"], [], force=False)
+        output.write(f"/dev/fd/{writer}", ["text"], force=False)
+        assert os.read(reader, 10) == b"text"
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_pipe_is_no_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    assert call(tmp_path / "fifo", "-o", "-", "--format", "md") == 2
+    assert "    fix: a timeline cannot be read from a pipe: save it to a file\n" in capsys.readouterr().err
+
+
+def test_a_folder_without_permission_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))  # root may write everywhere
+    with pytest.raises(output.InputError, match=r"x\.md: cannot be written: Permission denied"):
+        output.check([str(tmp_path / "x.md")], [], force=False)
+    output.check([os.devnull], [], force=False)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_that_ends_it_leaves_nothing(tmp_path: Path, name: str) -> None:
+    code = (
+        "import os, signal\nfrom memguard.cli.support import output\n\n"
+        f"def parts():\n    yield 'half'\n    os.kill(os.getpid(), signal.{name})\n    yield 'whole'\n\n"
+        f"output.write({str(tmp_path / 'report.html')!r}, parts(), force=False)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 128 + getattr(signal, name), done.stderr
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -179,6 +219,25 @@ def test_a_fifo_is_written_to_and_not_replaced(tmp_path: Path) -> None:
             2,
             "{new}/sub/x.md: cannot be written: No such file or directory\n    fix: ",
         ),
+        (["{run}", "-o", ""], 2, "the name of an output is empty: give a file, or - for standard output"),
+        (["{run}", "-o", "{folder}"], 2, "{folder}: it is a folder\n    fix: give a file in it"),
+        (["{run}", "-o", "{folder}/"], 2, "{folder}/: it is a folder\n    fix: give a file in it"),
+        (["{run}", "-o", "{new}/", "--format", "md"], 2, "{new}/: it is a folder\n    fix: give a file in it"),
+        (
+            ["{run}", "-o", "{new}.md", "-o", "{new}/sub/x.md"],
+            2,
+            "{new}/sub/x.md: cannot be written: No such file or directory\n    fix: ",
+        ),
+        (["{run}", "-o", "{run}/x.md"], 2, "{run}/x.md: cannot be written: Not a directory\n    fix: "),
+        (["{run}", "{new}.html"], 2, "the output is an option: memguard report {run} -o {new}.html\n"),
+        (["{run}", "{run}", "{new} 2.md"], 2, "memguard report {run} {run} -o '{new} 2.md'\n"),
+        (["{run}", "{run}"], 2, "Missing option '-o'"),
+        (["{run}", "-o", "{new}.html", "--format", "md"], 2, "--format md contradicts the ending of {new}.html (html)"),
+        (
+            ["-", "-o", "{new}.md"],
+            2,
+            "    fix: a timeline cannot be read from a pipe: save it to a file",
+        ),
         (["{new}", "-o", "{folder}/x.csv"], 2, "{new}: cannot be read: No such file or directory\n    fix: "),
     ],
 )
@@ -189,6 +248,11 @@ def test_what_cannot_be_is_said_with_its_remedy(
     assert call(*(word.format(**names) for word in arguments)) == code
     assert said.format(**names) in capsys.readouterr().err
     assert os.listdir(tmp_path) == []
+
+
+def test_a_format_of_another_ending_is_for_the_output_without_one(timeline: Path, tmp_path: Path) -> None:
+    assert call(timeline, "-o", tmp_path / "a.html", "-o", tmp_path / "b", "--format", "md") == 0
+    assert (tmp_path / "b").read_text(encoding="utf-8").startswith("#")
 
 
 def test_a_dash_is_standard_output(timeline: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:

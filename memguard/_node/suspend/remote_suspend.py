@@ -152,9 +152,9 @@ def suspend(
     If one cannot go, those that went before it are brought back.
     """
     chosen, stop = list(chosen), stop or Stop()
-    simulated = [process for process in chosen if _is_simulated(process)]
-    if simulated:  # nor with `unsafe`: the driver knows nothing of them
-        return [_simulated(process) if process in simulated else _not_begun(process) for process in chosen]
+    on_simulated = [process for process in chosen if simulated(process)]
+    if on_simulated:  # nor with `unsafe`: the driver knows nothing of them
+        return [_simulated(process) if process in on_simulated else _not_begun(process) for process in chosen]
     listening = {process: _listens(process) for process in chosen}
     if not unsafe and not all(listening.values()):
         return [_not_allowed(process, not listening[process]) for process in chosen]
@@ -191,7 +191,8 @@ def _listens(process: Process) -> bool:
     return budget is not None and budget.by_others
 
 
-def _is_simulated(process: Process) -> bool:
+def simulated(process: Process) -> bool:
+    """Whether its budget is for simulated GPUs."""
     budget = records.budget_of(process)
     return budget is not None and budget.simulated
 

@@ -28,6 +28,25 @@ class InputError(MemguardError):
     exit_code = INPUT
 
 
+def require_gpu() -> None:
+    """Raise DeviceError if this machine has no NVIDIA driver or no GPU.
+
+    Passes if NVML fails for another reason: CUDA may work without it.
+    """
+    from memguard._devices.nvml import Nvml
+    from memguard.errors import DeviceError
+
+    nvml = Nvml()
+    try:
+        if not nvml.devices() and not nvml.refused:
+            raise DeviceError("NVML sees no GPU", fix="check `nvidia-smi -L`", missing=True)
+    except DeviceError as error:
+        if error.missing:
+            raise
+    finally:
+        nvml.close()
+
+
 def gpu_here() -> bool:
     """Whether NVML finds a GPU: without one, what could not be answered ends with `NO_GPU`."""
     from memguard._devices.nvml import Nvml

@@ -62,7 +62,26 @@ def duration(flag: str, about: str, *, least: str, most: str, default: str | Non
     return click.option(flag, type=kind, metavar="DURATION", default=default, show_default=shown, help=about)
 
 
-def budget(about: str = "The budget file; by default budget.yaml in this folder or one above.") -> Callable[[F], F]:
+def budget_name(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    """A callback of options and arguments that name budgets: an empty name is an error and not the nearest budget.
+
+    Shells turn `-c "$BUDGET"` into one if the variable is unset.
+    """
+    if "" in (value if isinstance(value, tuple) else (value,)):
+        raise click.UsageError("the name of the budget is empty", context)
+    return value
+
+
+def _budget_file(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+    if value == "-":
+        raise click.UsageError("standard input is not possible here: name a file", context)
+    return budget_name(context, parameter, value)
+
+
+def budget(
+    about: str = "The budget file; by default budget.yaml in this folder or one above.", *, stdin: bool = True
+) -> Callable[[F], F]:
+    """The option `-c`. `stdin`: the command also reads the budget from standard input, for `-`."""
     return click.option(
         "-c",
         "--config",
@@ -70,6 +89,7 @@ def budget(about: str = "The budget file; by default budget.yaml in this folder 
         type=click.Path(),
         metavar="BUDGET",
         shell_complete=complete.budgets,
+        callback=budget_name if stdin else _budget_file,
         help=about,
     )
 

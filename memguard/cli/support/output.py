@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import click
 
-from memguard.cli.support import printing
+from memguard.cli.support import printing, signals
 from memguard.cli.support.exit_codes import InputError
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
@@ -34,10 +34,14 @@ def check(paths: Iterable[str], inputs: Iterable[str], force: bool) -> None:
             continue
         if real in sources:
             raise InputError(f"{path}: it is the timeline that is read", fix="give another name for the output")
-        if os.path.isdir(real):
+        if _special(path):
+            continue
+        if os.path.isdir(real) or path.endswith(os.sep):
             raise InputError(f"{path}: it is a folder", fix="give a file in it")
-        if os.path.lexists(real) and not _special(real) and not force:
+        if os.path.lexists(real) and not force:
             raise InputError(f"{path}: it exists already", fix="give another name, or --force to replace it")
+        if why := _no_new_file(os.path.dirname(real)):
+            raise _unwritable(path, why)
 
 
 def write(path: str, parts: Iterable[str], force: bool) -> None:
@@ -50,18 +54,31 @@ def write(path: str, parts: Iterable[str], force: bool) -> None:
         return
     real = os.path.realpath(path)
     try:
-        if _special(real):
-            with open(real, "w", encoding="utf-8", newline="") as file:
+        if _special(path):
+            with open(path, "w", encoding="utf-8", newline="") as file:
                 file.writelines(parts)
             return
-        _whole(real, parts, force)
+        with signals.unwinding():  # the temporary file is removed also after SIGTERM and SIGHUP
+            _whole(real, parts, force)
     except FileExistsError:
         raise InputError(f"{path}: it exists already", fix="give another name, or --force to replace it") from None
     except OSError as error:
-        why = error.strerror or str(error)
-        raise InputError(
-            f"{path}: cannot be written: {why}", fix="give a file in a folder that exists and that you may write to"
-        ) from None
+        raise _unwritable(path, error.strerror or str(error)) from None
+
+
+def _unwritable(path: str, why: str) -> InputError:
+    fix = "give a file in a folder that exists and that you may write to"
+    return InputError(f"{path}: cannot be written: {why}", fix=fix)
+
+
+def _no_new_file(folder: str) -> str:
+    """Why no file can be created in this folder; empty if nothing speaks against it."""
+    try:
+        if not stat.S_ISDIR(os.stat(folder).st_mode):
+            return os.strerror(errno.ENOTDIR)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if os.access(folder, os.W_OK | os.X_OK) else os.strerror(errno.EACCES)
 
 
 def _whole(real: str, parts: Iterable[str], force: bool) -> None:
@@ -107,7 +124,11 @@ def _to_stdout(parts: Iterable[str]) -> None:
 
 
 def _special(path: str) -> bool:
-    """Whether it is there and neither a file nor a folder."""
+    """Whether it is there and neither a file nor a folder.
+
+    `path` is as it was given: /dev/stdout and /dev/fd/63 may be pipes, whose real path (/proc/PID/fd/pipe:[N]) names
+    nothing.
+    """
     try:
         mode = os.stat(path).st_mode
     except OSError:
