@@ -502,6 +502,18 @@ def test_locks_that_were_removed_are_not_replaced_by_others(folder: Path, monkey
     one.close()
 
 
+def test_a_process_of_an_unknown_boot_may_live(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may hide /proc/sys."""
+    with monkeypatch.context() as patched:
+        patched.setattr(leases, "machine", lambda: "")
+        one = lease(50)
+    one.take()
+    (folder / "leases.lock").unlink()
+    with pytest.raises(MemguardError, match=f"while process {os.getpid()} "):
+        lease(60).take()
+    one.close()
+
+
 def test_a_database_that_was_removed_begins_anew_and_who_waits_goes_on(folder: Path) -> None:
     with contextlib.ExitStack() as both:
         assert heard(both.enter_context(other(folder, 60))) == "held"

@@ -303,7 +303,8 @@ class Store:
             here, boot = machine(), machine().partition(" ")[0]
             claimers = checked(connection.execute(_CLAIMERS), number, start, text, text)
             for pid, began, where, command in claimers:
-                if (where == here and lives(Process(pid, began))) or (where != here and where.startswith(boot)):
+                this_boot = not where or where.startswith(boot)  # empty: that process could not read its boot
+                if lives(Process(pid, began)) if where == here else this_boot:
                     raise MemguardError(
                         f"{self.locks} was removed while process {pid} ({visible(command, keep='')}) had a lease, so "
                         "nobody can know whether it still has it",
