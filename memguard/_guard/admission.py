@@ -40,19 +40,19 @@ from memguard._oom import hooks
 from memguard.errors import BudgetExceeded, MemguardError
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.05, 0.5
-"""Seconds between two attempts of a waiting workload, doubling from the first value to the last. The end of another
-workload triggers an attempt at once."""
+"""Seconds that a waiting workload pauses between two attempts. The pause doubles from `_FIRST_PAUSE` up to
+`_LAST_PAUSE`. The end of another workload starts an attempt immediately."""
 _MAX_READINGS = 4
-"""The most readings in one attempt. An attempt reads again because workloads may begin, end or allocate between two
-readings."""
+"""Maximum number of GPU readings in one attempt. An attempt reads again because workloads may begin, end or allocate
+between two readings."""
 
 
 _MAX_ATTEMPTS = 1000
-"""The most attempts to reserve free memory by compare-and-swap. If all fail, the workload is refused."""
+"""Maximum number of attempts to reserve free memory by compare-and-swap. If all fail, the workload is refused."""
 
 
 class _Work(NamedTuple):
-    """The request of one workload. `began` and `deadline` are times of `time.monotonic()`."""
+    """The reservation request of one workload. `began` and `deadline` are times of `time.monotonic()`."""
 
     ticket: Ticket
     name: str
@@ -79,8 +79,8 @@ class _Work(NamedTuple):
 
 
 class Admission:
-    """Admission control for one budget. `find_drift` checks whether a framework's cap still holds, and records what
-    broke it."""
+    """Admission control for one budget. The callback `find_drift` checks whether other code has changed a framework's
+    cap, and records the change."""
 
     def __init__(
         self, caps: CapTable, elastic: ElasticCaps, callbacks: Callbacks, find_drift: Callable[[str], None]
@@ -90,11 +90,12 @@ class Admission:
 
     @property
     def working(self) -> bool:
-        """Whether a workload with a reservation is running."""
+        """True while a workload that holds a reservation is running."""
         return bool(self.queue.prune().active)
 
     def read_reserved_not_taken(self, framework: str, uuid: str) -> int:
-        """Like `reserved_not_taken`, but read `in_use` from the framework. Takes no lock: an allocation may call it."""
+        """Like `reserved_not_taken`, but read `in_use` from the framework. Takes no lock, because an allocation may
+        call it."""
         return (
             0
             if self.queue.current is EMPTY
@@ -114,11 +115,12 @@ class Admission:
     # require
 
     def fits(self, framework: str, needed: int, device: Device) -> bool:
-        """Whether `needed` bytes fit on that GPU now, in addition to all reservations. Trims nothing."""
+        """True if `needed` more bytes fit on `device` in addition to all reservations. Trims no cache."""
         return self._read_snapshot(framework, needed, device, queue.enclosing_tickets()).fits
 
     def require(self, framework: str, needed: int, device: Device) -> None:
-        """Raise BudgetExceeded if the memory is not available after trims. Callers hold the guard's lock."""
+        """Trim caches if necessary. Raise BudgetExceeded if `needed` bytes are still not available. Callers hold the
+        guard's lock."""
         before: object = None
         room: Room | None = None
         again = functools.partial(
@@ -141,19 +143,20 @@ class Admission:
             before = (
                 snapshot.reservations,
                 snapshot.in_use,
-            )  # another thread may be allocating: refuse if nothing changes
+            )  # retry while these values change, because another thread may be allocating
 
     def _make_room(self, framework: str, needed: int, snapshot: Snapshot, again: Callable[..., Snapshot]) -> Room:
-        """Raise the cap and trim siblings, without using memory of any reservation. Callers hold the guard's lock."""
+        """Raise the framework's cap and trim other frameworks' caches, leaving reserved memory available. Callers hold
+        the guard's lock."""
         caps, elastic, device = self._caps, self._elastic, snapshot.device_plan.device
         if why := elastic.why_trim_forbidden():
             _log.info("%s: nothing is trimmed", why.text)
             return Room({}, None, 0, {})
         footprint = caps.framework(framework).footprint(needed)
         if again(cap=refusals.highest_cap(snapshot.device_plan, framework)).result.refusal is not None:
-            return Room({}, None, 0, {})  # the memory does not suffice even at the highest cap
+            return Room({}, None, 0, {})  # reclaim is useless: even the highest possible cap refuses the request
         room = elastic.reclaimer.make_room(device, framework, footprint + snapshot.result.reserved_under_cap)
-        if snapshot.reservations is not EMPTY and (still := again().result.trim):  # reserved memory must be free too
+        if snapshot.reservations is not EMPTY and (still := again().result.trim):  # reserved memory must also be free
             elastic.trim_idle(still, device)
         return room
 
@@ -162,7 +165,7 @@ class Admission:
     def begin(
         self, name: str, framework: str, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """Begin a workload and reserve its memory until its end. Blocks this thread for at most `wait`."""
+        """Begin a workload that reserves `needs` bytes until it ends. Blocks the calling thread for at most `wait`."""
         report, ticket = WorkloadReport(name, framework), None
         work = self._workload_request(report, needs, wait)
         if work is None:
@@ -196,7 +199,7 @@ class Admission:
     def _workload_request(
         self, report: WorkloadReport, needs: int | str | None, wait: float | str | None
     ) -> _Work | None:
-        """Run a checkpoint and return the workload's request; None if it reserves nothing."""
+        """Call the `checkpoint` callback and return the workload's request; None if the workload reserves no memory."""
         caps, needed, patience = self._caps, 0, 0.0
         if needs is not None or wait is not None:
             try:
@@ -224,10 +227,10 @@ class Admission:
 
     def _attempts(self, work: _Work, report: WorkloadReport) -> Iterator[float]:
         """Try to reserve until the workload is admitted. Yields the seconds to wait before each further attempt. Raises
-        BudgetExceeded at the deadline, or if waiting cannot succeed."""
+        BudgetExceeded at the deadline, or as soon as waiting cannot succeed."""
         pause, waits = _FIRST_PAUSE, False
         while True:
-            if suspension.now is not None:  # suspended while waiting: nothing can be reserved until `resume`
+            if suspension.now is not None:  # the process was suspended: no memory can be reserved until `resume`
                 if time.monotonic() >= work.deadline:
                     raise suspension.refused(f"workload {work.name!r}")
                 yield min(_LAST_PAUSE, work.deadline - time.monotonic())
@@ -241,7 +244,7 @@ class Admission:
             del error, refused
             if not waits:
                 waits = self._queue(work)
-                continue  # a workload that ended earlier did not wake this workload
+                continue  # without a pause: a workload that ended before `_queue` did not wake this one
             yield min(pause, work.deadline - now)
             pause = min(2 * pause, _LAST_PAUSE)
         report.waited = time.monotonic() - work.began if waits else 0.0
@@ -254,9 +257,9 @@ class Admission:
                 return True
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:
-        """Reserve the memory if it is available now. Else return the error, and whether waiting cannot succeed. The
-        loop retries if another thread changed reservations or caps between the reading and the reservation, at most
-        `_MAX_ATTEMPTS` times.
+        """Reserve the memory and return None, or return the error and True if waiting cannot succeed. The loop retries,
+        at most `_MAX_ATTEMPTS` times, if another thread changed reservations or caps between the reading and the
+        compare-and-swap.
         """
         rooms: dict[str, Room] = {}
         before: object = None
@@ -281,7 +284,7 @@ class Admission:
                 return refusals.trim_failed(work.framework, work.needed, short), False
             elif not result.reserved or number >= _MAX_READINGS or before == (short.reservations, short.in_use):
                 return self._refused(work, short, rooms[uuid])
-            before = short.reservations, short.in_use  # another thread may be allocating: refuse if nothing changes
+            before = short.reservations, short.in_use  # retry while they change: another thread may be allocating
 
     def _snapshot_for(
         self, work: _Work, device: Device, reservations: Reservations | None = None, cap: int | None = None
@@ -303,7 +306,8 @@ class Admission:
             )
 
     def _reserve(self, work: _Work, snapshots: Sequence[Snapshot]) -> bool:
-        """Add the reservation by compare-and-swap. False if the reservations have changed since the readings."""
+        """Add the reservation by compare-and-swap. Returns False if reservations or caps have changed since
+        `snapshots`."""
         in_use = {snapshot.device_plan.device.uuid: snapshot.in_use.get(work.framework) for snapshot in snapshots}
         covered = all(snapshot.result.covered for snapshot in snapshots)
         reservation = work.reservation._replace(since=time.monotonic(), size=0 if covered else work.needed)
@@ -311,7 +315,8 @@ class Admission:
         reservations = snapshots[-1].reservations
         if not self.queue.replace(reservations, begun(reservations, reservation, in_use)):
             return False
-        # From here on no cap is lowered below the reserved bytes. But a cap may have been lowered after the reading.
+        # From here on no cap is lowered below the reserved bytes. But a cap may have been lowered after `snapshots`
+        # were read.
         caps = [
             (self._caps.device_plan(snapshot.device_plan.device.uuid).caps, snapshot.device_plan.caps)
             for snapshot in snapshots
@@ -361,15 +366,15 @@ class Admission:
                 try:
                     self.queue.leave(ticket, functools.partial(self._in_use, report.framework), reservations, in_use)
                 finally:
-                    ticket.ended = True  # if `leave` was interrupted, the next `prune` removes it
+                    ticket.ended = True  # if `leave` was interrupted, the next `prune` removes the reservation
         if (callback := self._callbacks.workload) is not None:
             callback(report, seconds, None if error is None else type(error).__name__)
 
     def _figures(
         self, report: WorkloadReport, earlier: int | None, error: BaseException | None
     ) -> dict[str, int | None] | None:
-        """Write the bytes in use at the workload's end to the report. Returns them by UUID; None if they are
-        unknown."""
+        """Store the framework's bytes in use at the workload's end in `report`. Returns these bytes by GPU UUID; None
+        if unknown."""
         try:
             self._caps.check_active()
             usages = self._usages_of(report.framework)
@@ -379,7 +384,7 @@ class Admission:
                 return None
             devices = [device_plan.device.uuid for device_plan in self._caps.plan.devices]
             return {uuid: policy.in_use(usage) for uuid, usage in zip(devices, usages, strict=True)}
-        except Exception as failure:  # an error by `shutdown` or a lost GPU must not replace the user's error
+        except Exception as failure:  # a reading that fails after `shutdown` must not replace the user's error
             if error is None and not isinstance(failure, MemguardError):
                 raise
             text = str(failure)  # a log handler that stores records would keep the exception's frames alive
@@ -387,7 +392,7 @@ class Admission:
             return None
 
     def _leave(self, framework: str, ticket: Ticket | None) -> None:
-        """Drop the ticket of a workload that an error or interruption stopped before it began."""
+        """Remove the ticket and the reservation of a workload that an error or interruption stopped before it began."""
         if ticket is None:
             return
         try:
@@ -395,7 +400,7 @@ class Admission:
         finally:
             ticket.ended = True
 
-    # figures
+    # readings
 
     def _read_snapshot(
         self,
@@ -408,11 +413,11 @@ class Admission:
         all_frameworks: bool = False,
         cap: int | None = None,
     ) -> Snapshot:
-        """Read one GPU and decide whether `needed` bytes fit.
+        """Read one GPU and decide whether `framework` can allocate `needed` more bytes there.
 
-        `number`: the ticket of a workload that reserves the bytes; None for a check. `cap` replaces the framework's
-        cap. Reads only the frameworks that the decision needs, and the others if the bytes do not fit. With
-        `all_frameworks` it reads all frameworks first.
+        `number`: the ticket number of a workload that will reserve the bytes; None for a check. `cap` replaces the
+        framework's cap. First reads only the frameworks that the decision needs, and all frameworks if the bytes do not
+        fit. With `all_frameworks` the first reading includes all frameworks.
         """
         reservations = self.queue.prune() if reservations is None else reservations
         device_plan = self._caps.device_plan(device.uuid)
@@ -424,7 +429,7 @@ class Admission:
         frameworks = self._caps.frameworks
         first = frameworks if all_frameworks else frameworks_to_read(reservations, request)
         usages = self._usages(first, device_plan)
-        memory = self._caps.host.memory(device)  # after the usages: bytes allocated in between count twice
+        memory = self._caps.host.memory(device)  # read last: bytes allocated in between count twice, not zero times
         result = self._admit(reservations, request, device_plan, usages, memory)
         if result.refusal is not None and not all_frameworks:
             usages = self._usages(frameworks, device_plan)
@@ -445,8 +450,8 @@ class Admission:
         usages: Mapping[str, Usage | None],
         memory: MemoryInfo,
     ) -> AdmissionResult:
-        """The admission result. The refusal contains the framework's figures, even if several frameworks share the
-        allocator."""
+        """Call `admit`. If several frameworks share the allocator, its refusal is converted to the requesting
+        framework's figures."""
         name, allocator = request.framework, shared_pool.allocator_of(device_plan, request.framework)
         if request.before and self._within_min(request, device_plan, usages.get(allocator)):
             sharers = shared_pool.clients(device_plan, allocator)
@@ -461,15 +466,15 @@ class Admission:
         )
 
     def _within_min(self, request: Request, device_plan: DevicePlan, own: Usage | None) -> bool:
-        """Whether the request stays within the bytes that the allocator is guaranteed: its min, or its cap if it is
-        fixed."""
+        """True if the request keeps the allocator within its guaranteed bytes: the min of an elastic cap, or the whole
+        fixed cap."""
         least = device_plan.elastic.get(request.framework, (device_plan.caps[request.framework], 0))[0]
         sharers = shared_pool.clients(device_plan, shared_pool.allocator_of(device_plan, request.framework))
         taken = (policy.in_use(own) or 0) + sum(self.read_reserved_not_taken(name, request.uuid) for name in sharers)
         return taken + request.footprint <= least
 
     def _usages(self, names: Iterable[str], device_plan: DevicePlan) -> dict[str, Usage | None]:
-        """The usages of these frameworks, and of the allocators that serve them."""
+        """Read the memory usage of the frameworks `names` and of the allocators that serve these frameworks."""
         frameworks, allocators = self._caps.frameworks, self._caps.allocators
         found = {name: frameworks[name].usage(device_plan.device) for name in names if name in frameworks}
         for name in {shared_pool.allocator_of(device_plan, name) for name in found} - {*found}:
@@ -490,7 +495,7 @@ class Admission:
         return [one.usage(device_plan.device) for device_plan in self._caps.plan.devices]
 
     def _in_use(self, framework: str) -> dict[str, int | None]:
-        """The framework's bytes in use by UUID. Omits GPUs where they cannot be read."""
+        """The framework's bytes in use by GPU UUID. Omits GPUs whose reading fails."""
         one = self._caps.frameworks.get(framework) if suspension.now is None else None
         found: dict[str, int | None] = {}
         for device_plan in self._caps.plan.devices if one is not None else ():
@@ -503,8 +508,8 @@ class Admission:
 
 
 def _at_most(framework: str, snapshot: Snapshot, again: Callable[..., Snapshot]) -> Snapshot:
-    """The snapshot for an elastic framework's error: a reading at the framework's highest possible cap if that cap
-    refuses the request too, else `snapshot`."""
+    """Choose the snapshot that the error reports. If even the elastic framework's highest possible cap refuses the
+    request, this is a reading with that cap; otherwise `snapshot`."""
     if framework not in snapshot.device_plan.elastic:
         return snapshot
     most = again(cap=refusals.highest_cap(snapshot.device_plan, framework))

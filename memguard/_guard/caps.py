@@ -1,6 +1,7 @@
 """The cap table of one budget: the plan in force, the enforcement and drift of each cap, and the notes.
 
-It also owns the lock and the host that all parts of a guard use. The host raises Suspended in a suspended process.
+Drift: other code has changed a cap after memguard set it. The table also owns the lock and the `Host` (NVML and driver
+access) that all modules of `_guard` use. While the process is suspended, every method of the host raises Suspended.
 """
 
 from __future__ import annotations
@@ -51,22 +52,24 @@ class Callbacks:
 
     def __init__(self) -> None:
         self.event: Callable[[Event], None] | None = None
-        """Called when a cap no longer holds, or holds again. Runs on the detecting thread, without the guard's lock."""
+        """Called when a cap is no longer enforced, or is enforced again. Runs on the detecting thread, without the
+        guard's lock."""
         self.checkpoint: Callable[[], None] | None = None
         """Called at the start of `require` and `workload`, on the user's thread. May raise UnderPressure."""
         self.workload: Callable[[WorkloadReport, float, str | None], None] | None = None
         """Called at a workload's end, with its report, its seconds and the class name of its error (None: no error)."""
         self.refusal: Callable[[RefusedRequest], None] | None = None
-        """Called when an allocator refused a request, within the failing allocation."""
+        """Called within the failing allocation when an allocator has refused a request."""
         self.stop: Undo | None = None
-        """The session's undo steps. The guard runs them before its own, without its lock."""
+        """The session's undo steps. `Guard.stop` runs them before the guard's own undo steps, without the guard's
+        lock."""
 
 
 class CappedFramework:
-    """A framework of the budget, and the enforcement of its cap.
+    """A framework's adapter, and whether the framework's cap is enforced.
 
-    `drift`: the changes that other code made after the cap was set, and that break it. While `drift` is not empty,
-    `enforcement` is `watched`.
+    `drift`: changes by other code after memguard set the cap, because of which the cap is no longer enforced. While
+    `drift` is not empty, `enforcement` is `watched`.
     """
 
     def __init__(self, framework: Framework) -> None:
@@ -76,17 +79,17 @@ class CappedFramework:
 
     @property
     def movable(self) -> bool:
-        """Whether the cap can be changed now."""
+        """True if the cap is enforced or not set yet, and the framework can change its cap."""
         return self.enforcement in (Enforcement.ENFORCED, Enforcement.PENDING) and not self.framework.fixed()
 
     @property
     def drift_reason(self) -> str:
-        """The drift in one sentence, without the framework's name."""
+        """All drift in one sentence, without the framework's name."""
         return "; ".join(map(str, self.drift))
 
     @property
     def drift_notes(self) -> list[str]:
-        """The drift as sentences that begin with the framework's name."""
+        """One sentence for each drift, which begins with the framework's name."""
         return [f"{self.framework.name}: {one}" for one in self.drift]
 
 
@@ -99,7 +102,7 @@ class CapTable:
         devices = host.devices(ordinals=policy.needs_ordinals(budget))
         self.sharing: Sharing | None = None
         """How the ranks of this node share the GPUs; None for a budget of one process."""
-        if budget.ranks is not None:  # a budget without ranks does not import the module
+        if budget.ranks is not None:  # import the module only for a budget with ranks
             from memguard._budget import ranks
 
             self.sharing = ranks.of_budget(budget, len(devices), os.environ, host.simulated)
@@ -108,16 +111,17 @@ class CapTable:
             devices = host.devices(ordinals=True)
         self.plan = policy.plan(budget, devices, self.sharing)
         self.suspended: SuspendedGpus | None = None
-        """Set while the process is suspended. Replaced in one assignment, so that readers need no lock."""
+        """None unless the process is suspended. Replaced in one assignment, so that readers need no lock."""
         self._make_locks()
         self.entries: dict[str, CappedFramework] = {}
         self.frameworks: Mapping[str, Framework] = {}
-        """The adapters of `entries`. The mapping is replaced and never modified, because the reader compares its
-        identity."""
+        """The adapters of `entries` by framework. Each change creates a new mapping, because `LedgerReader` compares
+        its identity."""
         self.allocators: Mapping[str, Allocator] = {}
-        """The allocators that the plan's caps limit, by name: each framework's own, and the pool that several share."""
+        """The allocators that the plan's caps limit, by name: each framework's own allocator, and the pool that several
+        frameworks share."""
         self.stopped = False
-        """Set when the guard stops. From then on nothing may report that a cap holds."""
+        """True once the guard stops. Afterwards no report may state that a cap is enforced."""
         self.pid = os.getpid()
         self._warned: set[str] = set()
         self._resize_version = 0
@@ -130,8 +134,8 @@ class CapTable:
 
     @property
     def own_plan(self) -> Plan:
-        """The plan of the GPUs that this process uses: a single GPU's plan, if the rank is known to use only that
-        GPU."""
+        """The plan reduced to one GPU if the rank of this process is known to use only that GPU; otherwise the whole
+        plan."""
         own = None if self.sharing is None else self.sharing.own
         found = tuple(
             device_plan for device_plan in self.plan.devices if own is not None and device_plan.device.ordinal == own
@@ -142,10 +146,10 @@ class CapTable:
         self.lock: InterruptSafeLock = ordered(InterruptSafeLock(), LockOrder.GUARD)
         self.locked = LockedRunner(self.lock)
         self.drift_locked = LockedRunner(order=LockOrder.DRIFT)
-        """The lock for recording drift. Its owner never waits for another lock or a driver."""
+        """The lock for recording drift. A thread that holds it never waits for another lock or for a driver."""
 
     def forked(self) -> None:
-        """Create new locks in a forked child: a thread of the parent may have held the inherited ones."""
+        """Create new locks in a forked child, because a thread of the parent may have held the inherited locks."""
         self._make_locks()
         for entry in self.entries.values():
             entry.framework.forked()
@@ -173,7 +177,8 @@ class CapTable:
         )
 
     def used_by(self, framework: str) -> Sequence[DevicePlan]:
-        """The GPUs for a call without `device=`: those that the framework uses; if none, the first GPU."""
+        """The GPUs to use for a call without `device=`: all GPUs that the framework uses, or the first GPU if it uses
+        none."""
         device_plans = self.plan.devices
         if len(device_plans) == 1:
             return device_plans
@@ -186,7 +191,7 @@ class CapTable:
             self.suspended.refuse("a change of a cap")
         before = self.plan
         plan = policy.with_cap(before, uuid, name, cap)
-        if cap > self.device_plan(uuid).caps[name]:  # first, so that an interruption leaves no cap above the plan's
+        if cap > self.device_plan(uuid).caps[name]:  # if interrupted, `resize` leaves no cap above the plan's
             self.plan = plan
         entry = self.entry(name)
         if entry.enforcement is not Enforcement.PENDING:  # a pending cap is set at the framework's import
@@ -198,16 +203,16 @@ class CapTable:
         self.plan = plan
 
     def resize(self, name: str, framework: Framework, plan: Plan) -> None:
-        """Make the allocator enforce the caps of the plan. Invalidates drift readings taken meanwhile."""
+        """Make the allocator enforce the caps of `plan`. Invalidates drift checks that run during this call."""
         try:
             self._resize_version += 1
             framework.resize(plan.caps(name))
         finally:
-            self._resize_version += self._resize_version % 2  # odd while a resize runs; afterwards even and larger
+            self._resize_version += self._resize_version % 2  # odd only while a resize runs
 
     def lower_to_min(self, name: str) -> None:
-        """If the cap of an elastic framework cannot move, lower its planned cap to its min, so that siblings can borrow
-        the rest."""
+        """Lower the planned cap of an elastic framework whose allocator cannot change its cap to the min, so that other
+        frameworks can use the difference."""
         for device_plan in self.plan.devices:
             if name in device_plan.elastic:
                 self.plan = policy.with_cap(self.plan, device_plan.device.uuid, name, device_plan.elastic[name][0])
@@ -224,7 +229,8 @@ class CapTable:
         self.entries = entries
 
     def serving(self, framework: str, device_plan: DevicePlan) -> Allocator:
-        """The allocator that serves the framework. Raises MemguardError if the budget does not name the framework."""
+        """The allocator from which the framework allocates on this GPU. Raises MemguardError if the budget does not
+        name the framework."""
         return self.allocators.get(shared_pool.allocator_of(device_plan, framework)) or self.framework(framework)
 
     def allocator(self, name: str) -> Allocator:
@@ -236,7 +242,7 @@ class CapTable:
         return {name: one.usage(device) for name, one in self.allocators.items()}
 
     def create(self, name: str) -> Framework:
-        """Create the framework's adapter. The caller applies the cap."""
+        """Create the framework's adapter, without applying the cap."""
         if self.shared_pool is not None and name in self.shared_pool.clients:
             return registry.client(name, self.host, self.shared_pool)
         return registry.create(name, self.host)
@@ -271,10 +277,11 @@ class CapTable:
     # drift
 
     def find_drift(self, only: str | None = None) -> None:
-        """Check each framework, or `only` one, for drift of its cap, and record what changed.
+        """Check whether other code has changed the cap of any framework (or of the framework `only`), and record new
+        drift.
 
-        The check takes no lock, because a driver may hang. A result obtained during a `resize` is dropped, because
-        `resize` changes the settings that the adapter compares with.
+        The check takes no lock, because a driver call may hang. A result obtained during a `resize` is discarded,
+        because `resize` changes the settings with which the adapter compares.
         """
         entries, resized = self.entries, self._resize_version
         if self.stopped or self.pid != os.getpid() or self.suspended is not None:
@@ -307,7 +314,8 @@ class CapTable:
             self.announce(event)
 
     def drift_of(self, name: str, entry: CappedFramework) -> tuple[Drift, ...]:
-        """The changes by other code since the cap was set. If the check fails, the drift that was recorded before."""
+        """Check one framework for changes by other code since its cap was set. If the check fails, returns the recorded
+        drift."""
         if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
             return ()  # no cap was set
         try:
@@ -317,7 +325,8 @@ class CapTable:
             return entry.drift
 
     def note_conflicting_setting(self, name: str, sentence: str) -> None:
-        """Announce that a later setting by the user conflicts with a cap. The adapter has logged the conflict."""
+        """Announce that a setting which the user changed later conflicts with a cap. The adapter has already logged the
+        conflict."""
         self.announce(Event(time.time(), "note", sentence, framework=name))
 
     def announce(self, event: Event) -> None:
@@ -329,7 +338,7 @@ class CapTable:
         self._warn_once(f"{name}: whether its cap still holds cannot be checked: {type(error).__name__}: {error}")
 
     def _record_drift(self, name: str, entry: CappedFramework, found: tuple[Drift, ...]) -> Event | None:
-        """Record the drift of one framework. Returns an event if the drift has changed."""
+        """Record the drift of one framework. Returns an event to announce if the drift has changed."""
         if found == entry.drift:
             return None
         entry.drift = found
@@ -366,8 +375,8 @@ class CapTable:
             _log.warning("%s", sentence)
 
     def _shared_pool(self) -> SharedPool | None:
-        """The shared pool, not yet created on the GPU; None if the budget has none. Raises PlanError on simulated
-        GPUs."""
+        """The adapter of the pool that several frameworks share, before its creation on the GPU; None if no cap is for
+        a shared pool. Raises PlanError on simulated GPUs."""
         found = {
             device_plan.device.uuid: shared_pool.caps_of(device_plan).get(POOL) for device_plan in self.plan.devices
         }

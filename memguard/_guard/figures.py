@@ -20,10 +20,10 @@ _HEAD = ("framework", "held", "cached", "reclaimable", "how")
 class FrameworkReclaimable:
     """The memory that one framework could return to the driver on one GPU, in bytes; None if unknown.
 
-    `reclaimable` is the part of `cached` that a trim would really return. `how` names the call that returns it:
+    `reclaimable`: the bytes of `cached` that a trim would return. `how` names the call that returns these bytes:
     "memguard.trim" on any thread; "own thread": `memguard.trim` on the thread whose CUDA context the framework uses;
-    "own call": only the framework's own trim function, because the budget does not name it; "never": its pool returns
-    nothing while the process lives.
+    "own call": only the framework's own trim function, because the budget does not name the framework; "never": the
+    framework's pool returns memory only when the process ends.
     """
 
     framework: str
@@ -35,7 +35,7 @@ class FrameworkReclaimable:
 
 @dataclass(frozen=True)
 class DeviceReclaimable:
-    """The frameworks that use one GPU."""
+    """The reclaimable memory of each framework on one GPU."""
 
     uuid: str
     name: str
@@ -49,14 +49,14 @@ class DeviceReclaimable:
 
 @dataclass(frozen=True)
 class Reclaimable:
-    """The reclaimable memory of each GPU at one moment. `print` it, or use `as_dict()`. Reading it trims nothing."""
+    """The reclaimable memory of each GPU at `time`. `print` shows a table; `as_dict()` returns plain data."""
 
     time: float
     devices: tuple[DeviceReclaimable, ...]
     simulated: bool = False
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data; sizes in bytes, unknown as null."""
+        """Plain data for JSON. Sizes are in bytes, None if unknown."""
         return {
             "memguard_reclaimable": 1,
             "time": datetime.fromtimestamp(self.time, UTC).isoformat(),
@@ -87,7 +87,7 @@ class Reclaimable:
         return shown("\n".join(texts) or "no budget is applied: nothing is known of any GPU")
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Prints the table in IPython's terminal."""
+        """Print the table in IPython's terminal."""
         printer.text(str(self))
 
 
@@ -97,7 +97,7 @@ def _total(gpu: DeviceReclaimable) -> str:
 
 
 def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
-    """The figures of a sample from the monitor or a timeline. `plan` has the names of the GPUs."""
+    """Build a `Reclaimable` from a sample of the monitor or of a timeline. `plan` supplies the names of the GPUs."""
     names = {gpu.device.uuid: gpu.device.name for gpu in plan.devices}
     devices = [
         DeviceReclaimable(one.uuid, names.get(one.uuid, one.uuid), _of_frameworks(one.frameworks))
@@ -107,8 +107,8 @@ def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
 
 
 def _of_frameworks(found: Mapping[str, FrameworkSample]) -> tuple[FrameworkReclaimable, ...]:
-    """Sorted by reclaimable bytes, largest first. Leaves out rows other than frameworks and pools, such as the
-    exchange."""
+    """Sorted by reclaimable bytes, largest first. Omits samples that are neither of a framework nor of a pool, such as
+    the sample of `memguard.exchange`."""
     asked = {*SPECS, POOL}
     lines = [_of(name, usage) for name, usage in found.items() if name in asked or usage.cap is not None]
     return tuple(sorted(lines, key=lambda one: (one.reclaimable is None, -(one.reclaimable or 0), one.framework)))
@@ -130,7 +130,7 @@ def _of(name: str, usage: FrameworkSample) -> FrameworkReclaimable:
 
 
 def _row(one: FrameworkReclaimable) -> tuple[str, ...]:
-    """A line of the table."""
+    """The cells of one line of the table."""
     own = SPECS[one.framework].own_trim if one.framework in SPECS else None
     hows = {
         "memguard.trim": "memguard.trim()" if one.framework == POOL else f"memguard.trim({one.framework!r})",
