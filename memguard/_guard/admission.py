@@ -384,7 +384,7 @@ class Admission:
                 return None
             devices = [device_plan.device.uuid for device_plan in self._caps.plan.devices]
             return {uuid: policy.in_use(usage) for uuid, usage in zip(devices, usages, strict=True)}
-        except Exception as failure:  # a reading that fails after `shutdown` must not replace the user's error
+        except Exception as failure:  # a failed reading (shutdown, lost GPU) must not replace the user's error
             if error is None and not isinstance(failure, MemguardError):
                 raise
             text = str(failure)  # a log handler that stores records would keep the exception's frames alive

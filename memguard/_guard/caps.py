@@ -1,7 +1,8 @@
 """The cap table of one budget: the plan in force, the enforcement and drift of each cap, and the notes.
 
-Drift: other code has changed a cap after memguard set it. The table also owns the lock and the `Host` (NVML and driver
-access) that all modules of `_guard` use. While the process is suspended, every method of the host raises Suspended.
+Drift means that other code changed a cap after memguard set it. The table also owns the lock and the `Host` (NVML and
+driver access) that all modules of `_guard` use. While the process is suspended, every method of the host raises
+Suspended.
 """
 
 from __future__ import annotations

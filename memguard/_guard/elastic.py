@@ -1,4 +1,4 @@
-"""Elastic caps: raise and lower them, and trim idle caches, on a request, at a monitor tick or on demand."""
+"""Elastic caps: raise and lower caps, and trim idle caches, on a request, at a monitor tick or on demand."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from memguard._frameworks.base import Allocator, Framework
 
 thread_flags = threading.local()
-"""`started_by_memguard` is True on threads that memguard started. The program's callbacks there are background work."""
+"""`started_by_memguard` is True on threads that memguard started, which may call the program's callbacks."""
 _LOCK_TIMEOUT = 2.0
-"""Seconds that a failing allocation waits for the guard's lock before it is refused."""
+"""Seconds that a failing allocation waits for the guard's lock. After that the request is refused."""
 _LOCK_BUSY = NoHelp.LOCK_HELD, NoHelp.WITHIN_CALL
 _CAPTURING = WhyNoHelp(NoHelp.CAPTURE, "a CUDA graph is being captured on this thread")
 
@@ -55,8 +55,8 @@ class ElasticCaps:
         self.trims: Counter[tuple[str, str]] = Counter()
         """Number of trims by framework and GPU (UUID). Guarded by the guard's lock."""
         self._thread = threading.local()
-        """`last_shortage`: this thread's last shortage, and the reason why memguard freed no memory for it; None if it
-        did."""
+        """`last_shortage`: the last `Shortage` on this thread, and the reason why memguard freed no memory for this
+        shortage (None if it freed memory)."""
 
     def make_room(self, framework: str, needed: int, device: Device | None = None) -> Room:
         """Implements `Guard.make_room`."""
@@ -70,11 +70,11 @@ class ElasticCaps:
             return self.reclaimer.make_room(where, framework, needed)
 
     def shortage(self, shortage: Shortage) -> bool:
-        """Make room for a request that an allocator cannot serve. Returns True if the adapter should retry the
-        allocation.
+        """Free memory or raise the cap for a request that an allocator cannot serve. Returns True if the adapter should
+        retry the allocation.
 
-        It runs within the allocation, on the allocating thread, which holds no lock of an adapter. It does nothing if
-        that thread holds the guard's lock already, or if another thread holds the lock for `_LOCK_TIMEOUT` seconds.
+        Adapters call this within the failing allocation, without holding a lock of an adapter. It does nothing if the
+        calling thread already holds the guard's lock, or if another thread holds that lock for `_LOCK_TIMEOUT` seconds.
         """
         self._thread.last_shortage, caps = None, self._caps
         if caps.stopped or caps.pid != os.getpid():
@@ -100,8 +100,8 @@ class ElasticCaps:
     ) -> WhyNoHelp | None:
         """The reason why memguard freed no memory for the request that an allocator just refused on this thread.
 
-        None if memguard freed memory, or if that would not have helped: the request exceeds the highest possible cap,
-        or neither the cap nor the GPU was short of memory.
+        None if memguard freed memory, or if freed memory would not have helped, because the request exceeds the highest
+        possible cap or because neither the cap nor the GPU was short of memory.
         """
         shortage, why = getattr(self._thread, "last_shortage", None) or (None, None)
         self._thread.last_shortage = None
@@ -111,7 +111,7 @@ class ElasticCaps:
         if why is None or why.kind in _LOCK_BUSY or requested is None:
             return why
         needed, cap = (request.held or 0) - (request.reclaimable or 0) + requested, request.cap or 0
-        # A cap that differs from the plan's was set by the user in the framework, and cannot rise.
+        # If the cap differs from the plan's, the user has set it in the framework, so memguard cannot raise it.
         most = max(cap, device_plan.elastic.get(name, (0, 0))[1]) if cap == device_plan.caps.get(name) else cap
         full = request.free is not None and request.free < requested
         if why.kind is NoHelp.NOT_ASKED and full and usages:
@@ -181,8 +181,8 @@ class ElasticCaps:
         self._workloads.wake()
 
     def _resized_plan(self, framework: str, entry: CappedFramework, size: int) -> Plan:
-        """The plan with this cap on every GPU. Calls back lent memory for it. Raises PlanError if the cap does not
-        fit."""
+        """The plan with a cap of `size` bytes on every GPU. Lowers elastic caps toward their min if the new cap needs
+        that memory. Raises PlanError if the cap does not fit."""
         pending = entry.enforcement is Enforcement.PENDING
         sets = pending or entry.movable
         short: dict[str, Room] = {}
@@ -221,15 +221,15 @@ class ElasticCaps:
             for (
                 device_plan
             ) in caps.plan.devices:  # PyTorch trims all GPUs at once, so `available` is read before and after all trims
-                # Not `state`, which would wait for a running import.
+                # Calls `usage`, because `state` would wait for a running import.
                 self.trim_idle([n for n in chosen if self._allocator(n).usage(device_plan.device)], device_plan.device)
             after = [self.reclaimer.available(device_plan.device) for device_plan in caps.plan.devices]
             self._workloads.wake()
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
     def trim_above_cap(self, name: str) -> None:
-        """Trim a framework that holds more than its cap. If it still holds more after the trim, log a warning and call
-        back unused memory that is lent to elastic frameworks."""
+        """Trim a framework that holds more than its cap. If it still holds more than its cap after the trim, log a
+        warning and lower elastic caps by their unused memory."""
         entry = self._caps.entry(name)
 
         def above() -> str | None:
@@ -245,8 +245,8 @@ class ElasticCaps:
                     self.reclaimer.call_back_unused(device_plan.device)
 
     def trim_idle(self, names: Sequence[str], device: Device) -> None:
-        """Trim these frameworks on this thread, unless trimming is forbidden. CUDA graph captures of other threads stay
-        valid."""
+        """Trim the caches of `names` on this thread, unless `why_trim_forbidden` gives a reason. CUDA graph captures of
+        other threads stay valid."""
         if names and (why := self.why_trim_forbidden()):
             _log.info("%s: nothing is trimmed", why.text)
             return
@@ -266,14 +266,14 @@ class ElasticCaps:
             raise
 
     def why_trim_forbidden(self) -> WhyNoHelp | None:
-        """The reason why this thread must not free GPU memory now; None if freeing is allowed.
+        """The reason why this thread must not free GPU memory; None if it may.
 
-        On a background thread (an `on_event` or `on_sample` callback that trims) nothing is freed while communicators
-        live. Freeing synchronizes with all work on the GPU, including collectives that wait for other ranks. It also
-        holds the allocator's lock, for which the thread that launches the next collective may be waiting. The program's
-        own threads may trim outside a capture: either the program requested the trim, or its allocation would fail
-        without it, and PyTorch frees its cache there with the same call. Moving a cap frees nothing and is always
-        allowed.
+        On a thread that memguard started (where an `on_event` or `on_sample` callback may trim), nothing is freed while
+        NCCL communicators exist. Freeing synchronizes with all work on the GPU, including collectives that wait for
+        other ranks. It also holds the allocator's lock, for which the thread that launches the next collective may be
+        waiting. The program's own threads may trim outside a CUDA graph capture, because either the program requested
+        the trim, or its allocation would fail without the trim (PyTorch itself frees its cache in that case). Changing
+        a cap frees no memory and is always allowed.
         """
         if self._caps.suspended is not None:  # a process that captures or has communicators is never suspended
             return None
@@ -288,16 +288,16 @@ class ElasticCaps:
         return None
 
     def capturing(self) -> bool:
-        """Whether this thread is capturing a CUDA graph."""
+        """True while this thread captures a CUDA graph."""
         return self._caps.suspended is None and any(framework.capturing() for framework in self._all_frameworks())
 
     def _all_frameworks(self) -> list[Framework]:
-        """The budget's frameworks, and live frameworks that it does not name."""
+        """The budget's frameworks, and frameworks in use that the budget does not name."""
         return [*self._caps.frameworks.values(), *self._reader.unnamed().values()]
 
 
 def _why_room_not_requested(framework: Framework | None) -> WhyNoHelp | None:
-    """The reason to report for an allocator that refused a request without first requesting room."""
+    """The reason to report for an allocator that refused a request without a call of `ElasticCaps.shortage`."""
     if framework is None:
         return None
     if not framework.requests_room:
@@ -308,7 +308,7 @@ def _why_room_not_requested(framework: Framework | None) -> WhyNoHelp | None:
 
 
 def _with_caps(sample: Sample, plan: Plan) -> Sample:
-    """The sample with its elastic caps replaced by those of the plan."""
+    """The sample with the plan's elastic caps in place of its own."""
     devices, caps = (
         [],
         {

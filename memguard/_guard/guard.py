@@ -1,7 +1,7 @@
 """The guard: applies a budget, reads memory usage, admits requests, and undoes the budget.
 
-It delegates to `caps` (the plan and the enforcement of each cap), `elastic` (moving caps, trimming caches), `admission`
-(reservations) and `reader` (the ledger). `_budget.policy` computes the plan.
+It delegates to `caps` (the plan and the enforcement of each cap), `elastic` (changing caps, trimming caches),
+`admission` (reservations) and `reader` (the ledger). `_budget.policy` computes the plan.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ _WSL_WARNING = (
     "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
 )
 _IMPORT_LOCK_TIMEOUT = 5.0
-"""Seconds that a framework's import waits for memguard's lock to set the framework's cap."""
+"""Seconds that a framework's import waits for the guard's lock before the cap is set later."""
 _SAMPLES_PER_CHECK = 10
-"""Samples between two checks for drift. A check adds one call into each framework."""
+"""Number of samples between two checks whether other code changed a cap. A check adds one call into each framework."""
 
 
 class AdmissionOnDemand:
@@ -80,18 +80,18 @@ class AdmissionOnDemand:
     def get(self) -> Admission:
         """Return the admission control. The first call creates it."""
         if (made := self._made) is None:
-            made = vars(self).setdefault("_first", self._make())  # another thread may have created one meanwhile
+            made = vars(self).setdefault("_first", self._make())  # atomic: two threads get the same one
             self._made = made
         return made
 
     @property
     def idle(self) -> bool:
-        """Whether no workload holds a reservation or waits for one."""
+        """True if no workload holds or awaits a reservation."""
         return self._made is None or self._made.queue.idle
 
     @property
     def working(self) -> bool:
-        """Whether a workload with a reservation is running."""
+        """True while a workload that holds a reservation is running."""
         return self._made is not None and self._made.working
 
     def reserved_not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
@@ -122,7 +122,7 @@ class Guard:
         self.callbacks = Callbacks()
         self.caps = caps = CapTable(budget, host, self.callbacks)
         self.notes, self.sharing = caps.notes, caps.sharing
-        # A framework outside the budget has no cap, but once it is live it has a ledger row, except on simulated GPUs.
+        # The ledger also shows frameworks in use that the budget does not name, except on simulated GPUs.
         unnamed = () if host.simulated else tuple(name for name in SPECS if name not in budget.frameworks)
         self.reader = LedgerReader(host, unnamed, caps.warn)
         self.admission = AdmissionOnDemand(self._make_admission)
@@ -130,12 +130,12 @@ class Guard:
         self.trims = self.elastic.trims
         self.permanent: list[str] = []
         self.undo = Undo()
-        """The undo steps of everything that `start` changed."""
+        """The undo steps of all changes that `start` made."""
         self.refusals = RefusalCounts()
         self._hook = ImportHook()
         self._not_undone: list[str] = []
         self._uncapped: set[str] = set()
-        """Frameworks without a cap so far, because another thread held the lock during their import."""
+        """Frameworks whose cap is not set yet, because another thread held the guard's lock during their import."""
         self._samples = 0
         self._started = self._logged = False
         self._real_imports = (
@@ -144,7 +144,8 @@ class Guard:
 
     @property
     def host(self) -> Host:
-        """The GPUs, real or simulated. While the process is suspended, the host's methods raise Suspended."""
+        """Access to NVML and the driver, or to simulated GPUs. While the process is suspended, its methods raise
+        Suspended."""
         return self.caps.host
 
     @property
@@ -163,13 +164,13 @@ class Guard:
 
     @property
     def frameworks(self) -> Mapping[str, Framework]:
-        """The frameworks of the budget by name; with simulated GPUs, their simulated stand-ins."""
+        """The adapters of the budget's frameworks by name; with simulated GPUs, simulated frameworks."""
         return dict(self.caps.frameworks)
 
     @property
     def own_plan(self) -> Plan:
-        """The plan of the GPUs that this process uses: a single GPU's plan, if the rank is known to use only that
-        GPU."""
+        """The plan reduced to one GPU if the rank of this process is known to use only that GPU; otherwise the whole
+        plan."""
         return self.caps.own_plan
 
     def device_plan(self, uuid: str) -> DevicePlan:
@@ -178,8 +179,8 @@ class Guard:
 
     @property
     def undone(self) -> bool:
-        """True if no change remains to be undone. An interrupted `start` or `stop` leaves changes, which `stop`
-        undoes."""
+        """True if every change is undone. After an interrupted `start` or `stop` some are not, and another `stop`
+        undoes them."""
         before = self.callbacks.stop
         return self.caps.stopped and self.undo.done and (before is None or before.done)
 
@@ -223,7 +224,7 @@ class Guard:
                     self._start_framework(name, entry, states[name])
             for name, entry in entries.items():
                 if entry.enforcement is Enforcement.PENDING and entry.framework.state() is not State.IMPORTABLE:
-                    self._imported(name)  # its import began before the hook was installed
+                    self._imported(name)  # the framework's import began before the import hook was installed
         except BaseException:
             self.stop()
             raise
@@ -231,16 +232,16 @@ class Guard:
     def stop(self) -> list[str]:
         """Undo all changes in reverse order. Returns a sentence for each change that could not be undone.
 
-        If it is interrupted, the next call continues.
+        If `stop` is interrupted, the next call of `stop` continues.
         """
         self._refuse_while_suspended("the end of the budget")
         caps = self.caps
-        caps.stopped = True  # from now on nothing may report that a cap holds
+        caps.stopped = True  # from here on no report may state that a cap is enforced
         try:
             if self.callbacks.stop is not None:
-                self.callbacks.stop.run()  # without the lock, for which the monitor thread may be waiting
+                self.callbacks.stop.run()  # without the lock: the monitor thread may be waiting for it
         finally:
-            with caps.lock, deferred_signals():  # a Ctrl-C is raised once every cap is undone
+            with caps.lock, deferred_signals():  # delay KeyboardInterrupt until every cap is undone
                 try:
                     self.undo.run()
                 finally:
@@ -258,8 +259,8 @@ class Guard:
         return stays
 
     def forked(self) -> None:
-        """In a forked child, replace the locks and drop hooks and reservations, without calling CUDA. The parent's
-        budget does not apply there."""
+        """In a forked child, where the parent's budget does not apply, replace the locks and drop hooks and
+        reservations, without calling CUDA."""
         self.caps.forked()
         self.reader.forked()
         self.admission.forked()
@@ -274,18 +275,19 @@ class Guard:
         """
         from memguard._guard.suspended import SuspendedGpus, refusing
 
-        # Set `suspended` before the host: a caller whose call the refusing host rejects reads `suspended`.
+        # Set `suspended` before the host, because a caller that gets Suspended from the new host reads `suspended`.
         self.caps.suspended = SuspendedGpus(reading, figures, off, self.caps.host)
         self.caps.host = self.reader.host = refusing(self.caps.host)
 
     def resumed(self) -> None:
-        """Switch back to the real GPUs. Does nothing if the guard was not suspended."""
+        """Restore the host from before the suspension. Does nothing if the guard was not suspended."""
         if (suspended := self.caps.suspended) is not None:
             self.caps.host = self.reader.host = suspended.host
             self.caps.suspended = None
 
     def ledger(self) -> Ledger:
-        """Read every GPU. NVML is read before and after the frameworks, and again if its figures changed in between.
+        """Read every GPU. NVML is read before and after the frameworks, and all are read again if NVML's figures
+        changed in between.
 
         While the process is suspended, returns the last reading with one more row, which subtracts this process's
         bytes because they are in host memory.
@@ -296,11 +298,12 @@ class Guard:
             return self._read_ledger()
         except Suspended:  # the process was suspended during the reading
             suspended = self.caps.suspended
-        return suspended.ledger() if suspended is not None else self._read_ledger()  # the process has resumed meanwhile
+        return suspended.ledger() if suspended is not None else self._read_ledger()  # if resumed meanwhile, read again
 
     def _read_ledger(self) -> Ledger:
         self._find_drift()
-        # Do not take the guard's lock: its owner may be waiting for a lock that this thread holds.
+        # Do not take the guard's lock, because the thread that holds it may be waiting for a lock that this thread
+        # holds.
         caps, reader = self.caps, self.reader
         if caps.stopped or caps.pid != os.getpid() or not caps.entries:
             caps.check_active()
@@ -332,7 +335,7 @@ class Guard:
     def sample(self) -> Sample:
         """Read the ledger's figures without building its rows, for several readings a second on any thread.
 
-        Takes no lock of the guard, so that a driver that hangs here blocks no other thread.
+        Does not take the guard's lock, so that a driver call that hangs here blocks no other thread.
         """
         caps = self.caps
         if caps.suspended is not None:
@@ -349,8 +352,8 @@ class Guard:
         return sample_of((time.time(), devices))
 
     def last_sample(self) -> Sample | None:
-        """Like `sample`, for the end of a budget, while its caps are still set. None in a forked or suspended process,
-        where frameworks and GPUs must not be read."""
+        """Like `sample`, but called at the end of a budget, before the caps are undone. None in a forked or suspended
+        process, where frameworks and GPUs must not be read."""
         caps = self.caps
         if caps.pid != os.getpid() or suspension.now is not None or caps.suspended is not None or not caps.entries:
             return None
@@ -358,16 +361,16 @@ class Guard:
         return sample_of((time.time(), tuple([read(device_plan, frameworks) for device_plan in caps.plan.devices])))
 
     def peaks(self) -> dict[str, dict[str, int]]:
-        """The peak of bytes in use by UUID and framework, as of the last ledger or sample, for each framework of the
-        budget that reports one."""
+        """The peak of bytes in use by GPU UUID and framework, as of the last ledger or sample. Omits frameworks that
+        report no peak."""
         caps, found = self.caps, self.reader.peaks() if self.caps.suspended is None else {}
         return {uuid: {n: peak for n, peak in peaks.items() if n in caps.frameworks} for uuid, peaks in found.items()}
 
     def _record_refusal(self, request: RefusedRequest) -> str | None:
-        """Record a request that the allocator has finally refused. Adapters call this. Returns the id of the record.
+        """Record a request that an allocator has refused. Adapters call this. Returns the id of the record.
 
         It runs within the failing allocation, on the allocating thread. It takes no lock of the guard or the reader,
-        because the lock's owner may be waiting for the allocator.
+        because a thread that holds such a lock may be waiting for the allocator.
         """
         caps = self.caps
         device_plan = next((one for one in caps.plan.devices if one.device.uuid == request.uuid), None)
@@ -393,7 +396,7 @@ class Guard:
             entries = caps.entries
             enforcements = {name: entry.enforcement.value for name, entry in entries.items()}
             if (entry := entries.get(request.framework)) is not None and caps.drift_of(request.framework, entry):
-                enforcements[request.framework] = Enforcement.WATCHED.value  # a drifted cap did not cause the refusal
+                enforcements[request.framework] = Enforcement.WATCHED.value  # other code changed the cap
             others = {pid: size for pid, size in processes.items() if pid != caps.host.pid}
             now = request.time, caps.host.simulated
             context = functools.partial(
@@ -408,8 +411,8 @@ class Guard:
         return request.id
 
     def require(self, framework: FrameworkName, size: int | str, device: Device | None = None) -> None:
-        """Raise BudgetExceeded if `framework` cannot allocate `size` more. May trim siblings' caches, on this
-        thread."""
+        """Raise BudgetExceeded if `framework` cannot allocate another `size`. May trim other frameworks' caches on the
+        calling thread."""
         caps = self.caps
         if caps.suspended is not None:
             caps.suspended.refuse("memguard.require")
@@ -435,7 +438,8 @@ class Guard:
         return Admission(self.caps, self.elastic, self.callbacks, self._find_drift)
 
     def _fits(self, framework: str, needed: int, device_plan: DevicePlan) -> bool:
-        """Whether `needed` bytes fit on that GPU now. Reads siblings only if workloads hold reservations."""
+        """True if `needed` more bytes fit on the GPU of `device_plan`. Reads other frameworks only if workloads hold
+        reservations."""
         if not self.admission.idle:
             return self.admission.get().fits(framework, needed, device_plan.device)
         caps = self.caps
@@ -450,16 +454,18 @@ class Guard:
         )
 
     def make_room(self, framework: FrameworkName, needed: int, device: Device | None = None) -> Room:
-        """Trim siblings and raise the cap so that `framework` can take `needed` bytes from the driver.
+        """Trim other frameworks and raise the cap, so that `framework` can take `needed` bytes from the driver.
 
-        Runs on the calling thread. Trims no more than needed, the sibling with the largest reclaimable cache first.
-        Trims nothing where that is forbidden. A lack of memory raises nothing: `Room.missing` has the missing bytes.
+        Runs on the calling thread. Trims no more than needed, the largest reclaimable cache first, and nothing if
+        `ElasticCaps.why_trim_forbidden` gives a reason. If memory is missing, raises nothing and returns the missing
+        bytes in `Room.missing`.
         """
         self._refuse_while_suspended("making room")
         return self.elastic.make_room(framework, needed, device)
 
     def resize(self, framework: FrameworkName, size: int | str) -> None:
-        """Change a cap on every GPU. A lowered cap trims the framework; memory still held above it is logged."""
+        """Change a cap on every GPU. If the framework holds more than a lowered cap, it is trimmed; memory still held
+        above the cap is logged."""
         self._refuse_while_suspended("memguard.resize")
         self._find_drift()
         self.elastic.resize(framework, size)
@@ -470,22 +476,23 @@ class Guard:
         return self.elastic.trim(framework)
 
     def rebalance(self, sample: Sample) -> Sample:
-        """Give elastic caps headroom at a monitor tick, computed from `sample`. Returns the sample with the new caps.
-        Moves nothing while another thread holds the guard's lock."""
+        """At a monitor tick, raise elastic caps that have too little headroom above the held bytes in `sample`. Returns
+        the sample with the new caps. Changes no cap while another thread holds the guard's lock."""
         return self.elastic.rebalance(sample)
 
     def take_events(self) -> list[Event]:
-        """The reclaim events since the last call: returned memory and moved caps."""
+        """The events since the last call that report returned memory or changed elastic caps."""
         return self.elastic.take_events()
 
     def reserved_not_taken(self, framework: FrameworkName, uuid: str) -> int:
-        """Bytes that the framework's workloads have reserved on that GPU and not yet allocated. Takes no lock."""
+        """Bytes that the framework's workloads have reserved on the GPU `uuid` and not yet allocated. Takes no lock."""
         return self.admission.read_reserved_not_taken(framework, uuid)
 
     def workload(
         self, name: str, *, framework: FrameworkName, needs: int | str | None = None, wait: float | str | None = None
     ) -> Block[WorkloadReport]:
-        """A named block of work of one framework. It reserves `needs` until it ends. See `memguard.workload`."""
+        """Context manager for a named workload of one framework, which reserves `needs` until the block ends. See
+        `memguard.workload`."""
         return Block(
             lambda: self.begin_workload(name, framework, needs, wait),
             lambda: self.begin_workload_in_loop(name, framework, needs, wait),
@@ -549,7 +556,8 @@ class Guard:
             self._apply(name, entry)
 
     def _imported(self, name: str) -> None:
-        """Set the cap of a framework that is being imported. Runs on the importing thread; its errors fail the import.
+        """Set the cap of a framework that is being imported. Runs on the importing thread; an error raised here fails
+        the import.
 
         It waits `_IMPORT_LOCK_TIMEOUT` seconds for the lock. After a timeout, `_cap_uncapped` sets the cap later.
         """
@@ -576,7 +584,7 @@ class Guard:
             self._apply(name, entry)
 
     def _cap_uncapped(self) -> None:
-        """Set the caps of `_uncapped`, unless the lock is held now."""
+        """Set the caps of the frameworks in `_uncapped`, unless a thread holds the lock."""
         for name in [*self._uncapped]:
             if self.caps.locked.held_here or self.caps.locked.run(self._cap_after_import, 0, name) is None:
                 return
@@ -613,7 +621,7 @@ class Guard:
         applying = True
 
         def undo_apply() -> None:
-            if applying:  # a signal handler called `stop`: to run a step now would remove it before its change is made
+            if applying:  # a signal handler called `stop`; `undo` may still lack the step of a change being made
                 self.undo.add(name, undo_apply)
             else:
                 undo.run()
@@ -640,7 +648,8 @@ class Guard:
         self.elastic.trim_above_cap(name)
 
     def _undo_failed(self, name: str, error: BaseException) -> None:
-        """Record why a framework's undo step failed, for `stop`. An interrupted step is run again."""
+        """Record the reason why a framework's undo step failed, which `stop` returns. An interrupted step is run
+        again."""
         if isinstance(error, CapNotApplied):
             stays = f"{name}: stays: {error.reason}"
         elif isinstance(error, Exception):
@@ -660,8 +669,8 @@ class Guard:
             self.permanent.append(f"{name}: the CUDA runtime loaded first stays loaded")
 
     def busy(self) -> Iterator[tuple[str, int | None]]:
-        """A warning for each GPU where other processes hold part of the limit's memory, and the bytes that this process
-        holds there (None if unknown)."""
+        """Yield, for each GPU where other processes hold memory that the budget's limit needs, a warning and the bytes
+        that this process holds there (None if unknown)."""
         self._refuse_while_suspended("a look at the GPUs' other processes")
         for device_plan in self.caps.plan.devices:
             active = self.caps.host.context_active(device_plan.device)
@@ -671,7 +680,7 @@ class Guard:
 
     def _warn_where_busy(self) -> None:
         for warning, own in self.busy():
-            if self.budget.on_busy == "raise" and own is not None:  # if unknown, it may be this process's own memory
+            if self.budget.on_busy == "raise" and own is not None:  # if None, this process may hold the memory
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")

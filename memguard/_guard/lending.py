@@ -1,22 +1,24 @@
-"""Computes how elastic caps move between min and max, and whose idle cache is trimmed. Pure.
+"""Computes how elastic caps move between min and max, and which idle caches are trimmed. Pure.
 
-On each GPU the room for all caps is limit − reserve. The room above the sum of the minima is lent to elastic
+On each GPU the room for all caps is limit − reserve, in bytes. The room above the sum of the minima is lent to elastic
 frameworks. The rules:
 
 - The free room is the room less the sum, over all frameworks, of the larger of cap and held bytes
   (`_budget.policy.room_left`), because lowering a cap below live arrays frees no memory. If the free room is negative,
-  nothing is lent, and a monitor tick calls back lent memory that is unused.
+  nothing is lent, and a monitor tick lowers elastic caps by their unused memory.
 - The sum of the caps never exceeds the room, and no cap is below its framework's min. So a framework can always
-  allocate up to its min without waiting, however much its siblings hold.
-- A cap is never lowered below the bytes that its framework holds and its workloads have reserved. So moving caps never
-  affects live arrays, and idle lent memory can be called back for any framework.
-- A framework that needs more is given, in this order: room that is not lent; lent room that is unused; lent memory that
-  is only cached, after a trim has returned it to the driver. Caches whose reclaimable bytes are known are trimmed
-  first, the largest before the others. No cache is trimmed without need, and no cache is trimmed if all caches together
-  are too small.
-- First come, first served. A framework whose allocator cannot request room within an allocation (torch) keeps headroom
-  instead. A monitor tick fills headroom from unused room, first for the framework that has borrowed the smallest
-  fraction of its span (max − min). These frameworks' headroom is lent to others last.
+  allocate up to its min without waiting, however much the other frameworks on the GPU (its siblings) hold.
+- A cap is never lowered below the bytes that its framework holds plus the bytes that the framework's workloads have
+  reserved. So a changed cap never affects live arrays, and lent memory that is idle can be called back for any
+  framework.
+- A framework that needs more memory is given, in this order: room that is not lent; lent room that is unused; lent
+  memory that is only cached, after a trim has returned this memory to the driver. Caches whose reclaimable bytes are
+  known are trimmed first, the largest before the others. A cache is trimmed only if the request needs the memory and
+  all caches together are large enough.
+- Requests are served in order of arrival. A framework whose allocator cannot call memguard when an allocation fails
+  (torch) keeps headroom (cap − held bytes) instead. A monitor tick fills headroom from unused room, first for the
+  framework that has borrowed the smallest fraction of its span (max − min). The headroom of such frameworks is lent to
+  other frameworks last.
 
 Hysteresis: headroom below a threshold is filled to twice the threshold. So under a constant load, caps move at only one
 tick.
@@ -33,19 +35,20 @@ from memguard._budget.policy import room_left, trim_order
 from memguard._frameworks.specs import NEVER_GIVE_BACK
 
 _STEP = 16
-"""A raised cap rises further by 1/`_STEP` of its span (max − min), or by its borrowed bytes (cap − min) if they are
+"""A raised cap rises further by 1/`_STEP` of its span (max − min), or by its borrowed bytes (cap − min) if that is
 more, as far as unused room allows. Without this, each further request would raise the cap again."""
 _LOW = 64 * MIB
-"""The least headroom of a framework that cannot request room. It is 1/`_STEP` of its max if that is more."""
+"""Minimum headroom (cap − held bytes) of a framework that cannot request room; 1/`_STEP` of the framework's max if that
+is more."""
 
 
 class CapState(NamedTuple):
-    """The figures of one allocator on one GPU, in bytes.
+    """The cap and the memory of one allocator on one GPU, in bytes.
 
-    `least` and `most` bound its cap; both are the cap if it cannot move. `reserved` is the memory that its workloads
-    have reserved and not yet allocated. `held` is the memory taken from the driver plus `reserved`. `idle` is an upper
-    bound of the part of `held` that a trim would return. `sure`: it reports which part of its cache a trim returns.
-    `requests_room`: its allocator requests room when an allocation fails, so it needs no headroom.
+    `least` and `most` bound `cap`; both equal `cap` if the cap is fixed. `reserved`: the bytes that the allocator's
+    workloads have reserved and not yet allocated. `held`: the bytes taken from the driver plus `reserved`. `idle`: an
+    upper bound of the bytes of `held` that a trim would return. `sure`: the framework reports how much of its cache a
+    trim returns. `requests_room`: the allocator calls memguard when an allocation fails, so it needs no headroom.
     """
 
     least: int
@@ -69,8 +72,8 @@ class CapState(NamedTuple):
 
     @property
     def cached(self) -> int:
-        """The bytes beyond `unused` that a trim of the framework's cache would release, whether held below or above the
-        cap."""
+        """The bytes, in addition to `unused`, that a trim of the cache would make available, including cached bytes
+        above the cap."""
         stays = max(self.least, round_up(max(self.held - self.idle, 0)))
         return max(max(self.cap_and_held) - self.unused - stays, 0)
 
@@ -79,8 +82,9 @@ class CapChange(NamedTuple):
     """The steps that raise a cap, in bytes.
 
     `caps`: the changed caps, lowered ones first; empty if `trims` or `missing` is set. `trims`: the siblings to trim
-    first, and the bytes. After a trim, plan again. `missing`: the bytes that are not available. `live`, if any are
-    missing: the bytes that siblings hold in live arrays above their min, or above their cap if it cannot move.
+    first, and the bytes of each; after a trim, the caller plans again. `missing`: the bytes that are not available.
+    `live`, set only with `missing`: the bytes that each sibling holds in live arrays above its min, or above its cap if
+    the cap is fixed.
     """
 
     caps: Mapping[str, int]
@@ -111,17 +115,17 @@ def plan_raise(states: Mapping[str, CapState], room: int, requester: str, wanted
         return CapChange({}, tuple(trims))
     # All caches together are too small.
     live = {name: stuck for name, state in siblings.items() if (stuck := _live_above_min(state)) > 0}
-    return CapChange({}, missing=round_up(need), live=live)  # caps are multiples of the granule
+    return CapChange({}, missing=round_up(need), live=live)  # rounded up because caps are multiples of the granule
 
 
 def _raise_further(
     siblings: Mapping[str, CapState], caps: Mapping[str, int], requester: str, own: CapState, wanted: int, spare: int
 ) -> dict[str, int]:
     """Raise the cap of `requester` beyond `wanted`: first by free room (`spare` bytes), then by siblings' unused
-    memory. Returns that cap, and the siblings' caps that are lowered below `caps` for it.
+    memory. Returns the raised cap and the siblings' caps that it lowers below `caps`.
 
-    A sibling that can request room keeps half of its unused memory; other siblings keep their headroom. If `requester`
-    cannot request room, the extra bytes are its own headroom.
+    A sibling that can request room keeps half of its unused memory; the other siblings keep their headroom. If
+    `requester` cannot request room, the extra bytes become its headroom.
     """
     step = (
         max((own.most - own.least) // _STEP, own.cap - own.least) if own.requests_room else 2 * _headroom_threshold(own)
@@ -144,7 +148,7 @@ def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
     request room.
 
     Headroom comes from free room, and from unused memory of frameworks that can request room. If the free room is
-    negative, unused memory is called back first.
+    negative, caps are first lowered by unused memory.
     """
     spare = room_left(room, [state.cap_and_held for state in states.values()])
     lowered, missing = _lower_unused(states, -spare)
@@ -163,7 +167,8 @@ def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
     for name, state in sorted(short_of_headroom.items(), key=lambda item: _borrowed_share(item[1])):
         wanted = min(round_down(state.most), round_up(state.held + 2 * _headroom_threshold(state)))
         need = round_up(wanted - state.cap) if wanted > state.cap else 0
-        # `room_left` has charged what is held above the cap, so to raise the cap up to there takes no further room.
+        # `room_left` already subtracts bytes held above the cap. So a cap raised to the held bytes takes no further
+        # room.
         got = min(max(state.cap_and_held) - state.cap, need) if spare >= 0 else 0
         lent = min(round_down(max(spare, 0)), need - got)
         spare -= lent
@@ -185,8 +190,8 @@ def plan_call_back(states: Mapping[str, CapState], room: int) -> dict[str, int]:
 
 
 def _lower_unused(states: Mapping[str, CapState], need: int) -> tuple[dict[str, int], int]:
-    """The caps lowered by unused memory to free `need` bytes, and the bytes still missing (negative if more was freed).
-    Lowers frameworks that can request room first, and of these the one with the most unused memory."""
+    """Lower caps by unused memory to free `need` bytes. Returns these caps and the bytes still missing (negative if
+    more was freed). Lowers the caps of frameworks that can request room first, the most unused memory first."""
     caps: dict[str, int] = {}
     unused = {name: state.unused for name, state in states.items()} if need > 0 else {}
     for name in sorted(unused, key=lambda one: (not states[one].requests_room, -unused[one])):
@@ -199,7 +204,7 @@ def _lower_unused(states: Mapping[str, CapState], need: int) -> tuple[dict[str, 
 class ReclaimableCache(NamedTuple):
     """The cache of a sibling, in bytes. `idle`: the bytes that a trim is expected to return. `most`: the whole cache.
 
-    `sure`: the framework reports which part of its cache is reclaimable. If it does not, `idle` is an upper bound.
+    `sure`: the framework reports how much of its cache is reclaimable. Otherwise `idle` is an upper bound.
     """
 
     name: str
@@ -214,7 +219,7 @@ def reclaimable_caches(usages: Mapping[str, Usage | None], requester: str) -> li
     for name, usage in usages.items():
         if name == requester or usage is None or name in NEVER_GIVE_BACK or usage.held is None or usage.in_use is None:
             continue
-        cached = max(usage.held - usage.in_use, usage.reclaimable or 0)  # both figures may be from different moments
+        cached = max(usage.held - usage.in_use, usage.reclaimable or 0)  # they may be read at different times
         idle = cached if usage.reclaimable is None else usage.reclaimable
         if idle > 0:
             found.append(ReclaimableCache(name, idle, cached, usage.reclaimable is not None))
@@ -222,10 +227,10 @@ def reclaimable_caches(usages: Mapping[str, Usage | None], requester: str) -> li
 
 
 def pick_donor(found: Iterable[ReclaimableCache], short: int) -> ReclaimableCache | None:
-    """Pick the sibling to trim first if `short` bytes are missing: the largest cache whose reclaimable bytes are known
-    (`sure`), else the largest.
+    """Pick the sibling to trim first if `short` bytes are missing: the largest `sure` cache, or the largest cache if
+    none is `sure`.
 
-    None if all caches together are too small: the request fails anyway, so no sibling should lose its cache.
+    None if all caches together are too small, because then the request fails even after trims.
     """
     ordered = sorted(found, key=lambda one: trim_order(one.idle, one.sure))
     return ordered[0] if ordered and sum(one.most for one in ordered) >= short else None

@@ -26,14 +26,15 @@ _numbers = itertools.count(1)
 
 
 class Ticket:
-    """The handle of one workload's reservation, from the beginning of its wait to the end of its block."""
+    """The handle of one workload's reservation, from the start of the wait to the end of the workload's `with`
+    block."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
         self.ended = False
         self.created_by = thread_and_task()
-        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # `put` is reentrant
-        self._wake: Callable[[], object] = functools.partial(self._woken.put, None)  # no reference cycle: freed at once
+        self._woken: queue.SimpleQueue[None] = queue.SimpleQueue()  # `put` is safe in signal handlers
+        self._wake: Callable[[], object] = functools.partial(self._woken.put, None)  # avoids a reference cycle
 
     def wake(self) -> None:
         """Make the workload retry its reservation. Callable on any thread, in a signal handler and in a finalizer."""
@@ -54,7 +55,7 @@ class Ticket:
         loop, event = asyncio.get_running_loop(), asyncio.Event()
         before, self._wake = self._wake, lambda: loop.call_soon_threadsafe(event.set)
         try:
-            if self._woken.empty():  # false if `wake` was called already
+            if self._woken.empty():  # skip the wait if `wake` was called already
                 await asyncio.wait_for(event.wait(), seconds)
         except TimeoutError:
             pass
@@ -75,7 +76,7 @@ class ReservationQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether no workload holds a reservation or waits for one."""
+        """True if no workload holds or awaits a reservation."""
         return self.current is EMPTY
 
     def forked(self) -> None:
@@ -88,10 +89,11 @@ class ReservationQueue:
         return made
 
     def replace(self, before: Reservations, after: Reservations) -> bool:
-        """Compare-and-swap: replace `before` with `after`. False if `before` is no longer current: read again."""
+        """Compare-and-swap: replace `before` with `after`. Returns False if `before` is no longer current; the caller
+        then reads again."""
 
         def put() -> bool:
-            if self.current is before:  # Python runs no signal handler before the next line
+            if self.current is before:  # CPython runs no signal handler between this test and the assignment
                 self.current = after
                 return True
             return False
@@ -99,7 +101,7 @@ class ReservationQueue:
         return self._locked.run(put, _LOCK_TIMEOUT) == (True,)
 
     def prune(self) -> Reservations:
-        """Remove reservations whose ticket has ended or was garbage-collected. Returns the rest."""
+        """Remove reservations whose ticket has ended or was garbage-collected. Returns the remaining reservations."""
         while True:
             before = found = self.current
             for number in self._ended(found):
@@ -108,7 +110,8 @@ class ReservationQueue:
                 return found
 
     def pruned(self) -> Reservations:
-        """The result of `prune`, without replacing the current reservations: for calls within an allocation."""
+        """The result that `prune` would return. Replaces nothing and takes no lock, because an allocation may call
+        it."""
         found = self.current
         for number in self._ended(found):
             found = ended(found, number)
@@ -123,8 +126,8 @@ class ReservationQueue:
     ) -> None:
         """End an active or waiting ticket, and wake the waiting tickets.
 
-        `read` returns the bytes in use by UUID of the ticket's framework. `in_use` is an earlier result, valid while
-        the reservations are `before`.
+        `read` returns the bytes in use by UUID of the ticket's framework. `in_use` is an earlier result of `read`, used
+        if the reservations are still `before`.
         """
         leave(ticket)
         try:
@@ -138,7 +141,8 @@ class ReservationQueue:
             self.wake()
 
     def created_here(self, numbers: frozenset[int]) -> frozenset[int]:
-        """The tickets among `numbers` that the current thread or task created. It can end only these tickets."""
+        """The tickets among `numbers` that the current thread or task created, and which no other thread or task
+        ends."""
         own, found = thread_and_task(), set()
         for number in numbers:
             ticket = known() if (known := self._tickets.get(number)) is not None else None
@@ -163,38 +167,39 @@ class ReservationQueue:
         return dead
 
     def _collected(self, number: int, _: Any) -> None:
-        """Called when a ticket is garbage-collected, as its block may have been interrupted before `leave`."""
+        """Weak-reference callback: wake waiting tickets, because the collected ticket's block may have been interrupted
+        before `leave`."""
         self._tickets.pop(number, None)
         if self.current is not EMPTY:
             self.wake()
 
 
 def enclosing_tickets() -> frozenset[int]:
-    """The numbers of the tickets whose blocks enclose the running code. Some tickets may have ended."""
+    """The numbers of the tickets whose `with` blocks enclose the running code. Some of these tickets may have ended."""
     return WITHIN.get()
 
 
 def enter(ticket: Ticket, enclosing: frozenset[int]) -> None:
-    """Enter a ticket's block. `enclosing`: the enclosing tickets that have not ended."""
+    """Mark the running code as inside the ticket's block. `enclosing`: the numbers of the enclosing tickets that have
+    not ended."""
     WITHIN.set(enclosing | {ticket.number})
 
 
 def leave(ticket: Ticket) -> None:
-    """Leave a ticket's block. `ContextVar.reset` does not serve: it raises if a generator is closed in another
-    context."""
+    """Undo `enter`. Does not use `ContextVar.reset`, which raises if a generator is closed in another context."""
     found = WITHIN.get()
     if ticket.number in found:
         WITHIN.set(found - {ticket.number})
 
 
 def thread_and_task() -> tuple[int, int]:
-    """The ids of the current thread and the current task; 0 for no task."""
+    """The ids of the current thread and the current asyncio task; 0 without a task."""
     task = _task()
     return threading.get_ident(), 0 if task is None else id(task)
 
 
 def owner_name() -> str:
-    """The name of the current task, or else of the current thread."""
+    """The name of the current asyncio task; without a task, of the current thread."""
     task = _task()
     return f"thread {threading.current_thread().name}" if task is None else f"task {task.get_name()}"
 

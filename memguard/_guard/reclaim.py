@@ -1,8 +1,9 @@
 """Reclaim: makes room for one request by raising an elastic cap and trimming idle caches of siblings.
 
-`lending` decides. Reclaim may run within the failing allocation, on the user's thread, which holds no lock of the
-requesting adapter. The returned bytes are measured as the decrease of this process's memory in NVML during a trim,
-because `torch.cuda.empty_cache()` silently does nothing in a capture or while a `MemPool` is in use.
+`lending` computes the caps and the trims. Reclaim may run within the failing allocation, on the user's thread, which
+holds no lock of the requesting adapter. The returned bytes are measured as the decrease of this process's memory in
+NVML during a trim, because `torch.cuda.empty_cache()` silently does nothing in a capture or while a `MemPool` is in
+use.
 """
 
 from __future__ import annotations
@@ -24,16 +25,15 @@ from memguard._guard.caps import CapTable
 from memguard.errors import CapNotApplied
 
 _KEPT = 64
-"""Events kept until the session records them."""
+"""Maximum number of events that are stored until the session records them."""
 
 
 class WorkloadReservations(Protocol):
-    """The reservations of running workloads. `_guard.admission` implements this protocol and is imported at the first
-    request."""
+    """The reservations of running workloads. `AdmissionOnDemand` implements this protocol."""
 
     @property
     def idle(self) -> bool:
-        """Whether no workload holds a reservation or waits for one."""
+        """True if no workload holds or awaits a reservation."""
 
     def reserved_not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
         """Bytes that the framework's workloads have reserved and not yet allocated, computed from `in_use`."""
@@ -50,7 +50,7 @@ class Reclaimer:
         self._fixed: set[str] = set()
         """Elastic frameworks whose caps could not be changed."""
         self.events: deque[Event] = deque(maxlen=_KEPT)
-        """Events of moved caps and returned memory. They are queued because no callback may run within an
+        """Events that report changed caps and returned memory. They are queued because no callback may run within an
         allocation."""
         self.returned: Counter[tuple[str, str]] = Counter()
         """Bytes that each framework returned to make room for siblings, by framework and GPU (UUID)."""
@@ -60,7 +60,7 @@ class Reclaimer:
     def make_room(
         self, device: Device, requester: str, needed: int, *, full: bool = False, by_allocator: bool = False
     ) -> Room:
-        """Make room for `requester` to take `needed` more bytes from the driver.
+        """Raise the cap and trim siblings so that `requester` can take `needed` more bytes from the driver.
 
         `by_allocator`: the requester's allocator could not serve a request, and has already trimmed its own cache.
         `full`: the driver refused the request, not the cap.
@@ -79,9 +79,9 @@ class Reclaimer:
         return Room(returned, moved, max(missing, 0), live)
 
     def call_back(self, device: Device, requester: str, cap: int, act: bool = True) -> Room:
-        """Lower lent caps by unused and cached memory, so that the fixed cap of `requester` can rise to `cap` bytes.
+        """Lower elastic caps by unused and cached memory, so that the fixed cap of `requester` can rise to `cap` bytes.
 
-        Does not change the cap of `requester`. Without `act`, only computes the missing bytes.
+        Does not change the cap of `requester`. If `act` is False, only computes the missing bytes.
         """
         exhausted: set[str] = set()
         returned: dict[str, int] = {}
@@ -104,7 +104,7 @@ class Reclaimer:
 
     def headroom(self, sample: DeviceSample) -> tuple[DevicePlan, dict[str, int]]:
         """The caps to change at a monitor tick to restore headroom, and the plan from which they are computed. Returns
-        no caps if any has moved since the sample. Takes no lock and reads no framework.
+        no caps if any cap has changed since the sample. Takes no lock and reads no framework.
         """
         device_plan, rows = self._caps.device_plan(sample.uuid), dict[str, Usage]()
         for name, (held, in_use, reclaimable, cap) in sample.frameworks.items():
@@ -117,15 +117,15 @@ class Reclaimer:
         )
 
     def call_back_unused(self, device: Device) -> None:
-        """Lower lent caps by unused memory if the free room is negative, because a framework holds more than its
-        cap."""
+        """Lower elastic caps by unused memory if a framework holds more than its cap and so leaves negative free
+        room."""
         device_plan = self._caps.device_plan(device.uuid)
         if device_plan.elastic:
             states = self._cap_states(device_plan, self._caps.usages(device))
             self._set_caps(device_plan, lending.plan_call_back(states, device_plan.limit - device_plan.reserve))
 
     def rebalance(self, before: DevicePlan, caps: Mapping[str, int]) -> None:
-        """Set these caps, unless the plan has changed since `before`."""
+        """Set `caps`, unless the plan has changed since `before`."""
         uuid = before.device.uuid
         if self._caps.device_plan(uuid) is before and self._set_caps(before, caps):
             for name, cap in caps.items():
@@ -151,7 +151,7 @@ class Reclaimer:
             device_plan = self._caps.device_plan(device.uuid)
             allocator = shared_pool.allocator_of(device_plan, requester)
             own = usages.get(allocator) or Usage(0, 0)
-            if own.held is None:  # TensorFlow with growth, whose cap is fixed
+            if own.held is None:  # TensorFlow with memory growth, whose cap is fixed
                 return 0, {}
             states = self._cap_states(device_plan, usages, exhausted)
             wanted = own.held + needed - (0 if by_allocator else self._reusable(allocator, own))
@@ -159,7 +159,7 @@ class Reclaimer:
             if change.missing:
                 return change.missing, change.live
             if not change.trims:
-                # Set a cap that is large enough again: a Ctrl-C may have interrupted the last change.
+                # Set a cap again even if it is large enough, because Ctrl-C may have interrupted its last change.
                 caps = change.caps or (
                     {requester: device_plan.caps[requester]}
                     if by_allocator and requester in device_plan.elastic
@@ -167,7 +167,7 @@ class Reclaimer:
                 )
                 if self._set_caps(device_plan, caps):
                     return 0, {}
-                usages.update(self._caps.usages(device))  # a framework has meanwhile allocated more than its new cap
+                usages.update(self._caps.usages(device))  # a framework allocated more than its new cap meanwhile
                 continue
             name, size = change.trims[0]
             if not self._trim_partly(name, device, size, returned):
@@ -194,14 +194,14 @@ class Reclaimer:
             free = self._caps.host.memory(device).free + (0 if by_allocator else self._reusable(allocator, own))
             short, to_free = needed - free, _bytes_to_free(requester, device_plan, own, needed) - free
             if full and not returned:
-                to_free = max(to_free, GRANULE)  # the driver refused although enough may be free now
+                to_free = max(to_free, GRANULE)  # the driver refused, even if enough is free
             if to_free <= 0:
                 return 0
             found = [one for one in lending.reclaimable_caches(usages, allocator) if one.name not in exhausted]
             donor = lending.pick_donor(found, max(short, 1))
             if donor is None:
                 return max(short, GRANULE if full and not returned else 0)
-            # One granule more: the driver needs memory for the page tables of the allocation.
+            # Free one granule more, because the driver needs memory for the page tables of the allocation.
             if not self._trim_partly(donor.name, device, to_free + GRANULE, returned):
                 exhausted.add(donor.name)
             self._read_again(usages, device, donor.name, allocator)
@@ -221,7 +221,7 @@ class Reclaimer:
         try:
             with contexts.capture_safe():
                 self._caps.allocators[name].trim_partly(device, size)
-        except Exception as error:  # a sibling's error must not replace the requester's
+        except Exception as error:  # an error of this trim must not replace the requester's error
             _log.debug("%s: nothing was given back: %s", name, str(error))
         got = max(self.available(device) - before, 0)
         if got:
@@ -239,7 +239,7 @@ class Reclaimer:
     def _cap_states(
         self, plan: DevicePlan, usages: Mapping[str, Usage | None], exhausted: set[str] | frozenset[str] = frozenset()
     ) -> dict[str, lending.CapState]:
-        """The figures for `lending`, by allocator. `exhausted`: allocators whose trim returned nothing."""
+        """The `lending.CapState` of each allocator. `exhausted`: allocators whose trim returned nothing."""
         states, nothing_reserved = dict[str, lending.CapState](), self._workloads.idle
         caches = {one.name: one for one in lending.reclaimable_caches(usages, "") if one.name not in exhausted}
         for name, cap in shared_pool.caps_of(plan).items():
@@ -260,7 +260,7 @@ class Reclaimer:
         return states
 
     def _set_caps(self, device_plan: DevicePlan, caps: Mapping[str, int]) -> bool:
-        """Change these caps of `device_plan`, lowered ones first.
+        """Set `caps` on the GPU of `device_plan`; `caps` has lowered caps first.
 
         Returns False if a cap could not be set, or if its framework now holds more than the new cap.
         """
@@ -271,7 +271,7 @@ class Reclaimer:
                 return False
             try:
                 self._caps.set_cap(name, uuid, cap)
-            except Exception as error:  # no error of a cap change may fail the request
+            except Exception as error:  # an error here must not fail the request
                 why = error.reason if isinstance(error, CapNotApplied) else words_of(error)
                 _log.warning("%s: its cap stays at %s: %s", name, format_size(now), why)
                 self._fixed.add(name)
@@ -280,7 +280,7 @@ class Reclaimer:
             usage = self._caps.allocators[name].usage(device) if cap < now else None
             held = (usage.held or 0) if usage is not None else 0
             if cap < now and held + self._workloads.reserved_not_taken(name, uuid, policy.in_use(usage)) > cap:
-                self._caps.set_cap(name, uuid, now)  # the framework has meanwhile allocated more
+                self._caps.set_cap(name, uuid, now)  # the framework allocated more meanwhile
                 done = False
         return done
 
@@ -302,15 +302,15 @@ class Reclaimer:
 
 
 def _bytes_to_free(requester: str, device_plan: DevicePlan, own: Usage, needed: int) -> int:
-    """The GPU memory that must be free so that the driver refuses no part of the request, in bytes.
+    """The bytes of GPU memory that must be free so that the driver refuses no allocation for the request.
 
-    A pool that never shrinks grows in regions of its own size, up to the rest of its cap. It tries smaller regions
-    only after its first failure (BFC allocator of TensorFlow and XLA).
+    A pool that never shrinks (the BFC allocator of TensorFlow and XLA) takes regions as large as itself, up to the rest
+    of its cap. It tries smaller regions only after a first failure.
     """
     cap = device_plan.caps.get(requester)
     if requester not in NEVER_GIVE_BACK or cap is None:
         return needed
-    # `held` is unknown with growth. `in_use` may be below the peak, because TensorFlow returns regions before it
-    # refuses.
+    # TensorFlow with memory growth does not report `held`. `in_use` may be below the peak, because TensorFlow returns
+    # regions before it refuses a request.
     held = own.held if own.held is not None else own.in_use or 0
     return max(needed, cap - held)

@@ -1,4 +1,4 @@
-"""Builds the BudgetExceeded error of a refused request: the missing memory, its holders, and the fix. Pure."""
+"""Builds the BudgetExceeded error of a refused request: the missing memory, the reservations, and the fix. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Snapshot(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A requesting workload: its ticket's number, and the start and end of its wait as `time.monotonic()`."""
+    """A workload that requests memory: its ticket number, and the start and the deadline of its wait as
+    `time.monotonic()`."""
 
     number: int
     began: float
@@ -39,7 +40,8 @@ class Waiting(NamedTuple):
 def refused(
     framework: str, needed: int, snapshot: Snapshot, room: Room, now: float, waiting: Waiting | None = None
 ) -> BudgetExceeded:
-    """The error of a refused request. `room`: the result of reclaim. `waiting`: the requesting workload, if any."""
+    """The error of a refused request. `room`: the result of the trims. `waiting`: the requesting workload; None for a
+    check."""
     result, reservations = snapshot.result, snapshot.reservations
     assert result.refusal is not None
     advice = policy.elastic_advice(result.refusal, snapshot.device_plan, room)
@@ -81,13 +83,14 @@ def trim_failed(framework: str, needed: int, snapshot: Snapshot) -> BudgetExceed
 
 
 def highest_cap(device_plan: DevicePlan, framework: str) -> int:
-    """The highest possible cap on one GPU, in bytes: the framework's max, or less if siblings' minima need the room."""
+    """The highest possible cap on one GPU, in bytes: the framework's max, or less if the guaranteed bytes of other
+    frameworks leave less."""
     if framework not in device_plan.elastic:
         return device_plan.caps[framework]
     return min(device_plan.elastic[framework][1], policy.guaranteed_cap(device_plan, framework))
 
 
 def no_room(framework: str, snapshot: Snapshot) -> Room | None:
-    """An empty `Room` if no cache can be trimmed and the cap cannot rise; None if reclaim may help."""
+    """An empty `Room` if no cache can be trimmed and the cap cannot rise; None if a trim or a raised cap may help."""
     can_rise = snapshot.device_plan.caps[framework] < highest_cap(snapshot.device_plan, framework)
     return None if snapshot.result.trim or can_rise else Room({}, None, 0, {})

@@ -1,6 +1,6 @@
-"""Reservations: the bytes that each workload reserved per framework and GPU, and the queue of waiting ones. Pure.
+"""Reservations: the bytes that each workload reserved per framework and GPU, and the queue of waiting workloads. Pure.
 
-A workload allocates its reserved memory bit by bit, and frameworks do not report to which workload an array belongs.
+A workload allocates its reserved memory gradually, and frameworks do not report to which workload an array belongs.
 They report only the sum over all their arrays, `in_use`. So the reservations of one framework on one GPU are accounted
 as one sum:
 
@@ -8,17 +8,19 @@ as one sum:
 
 `base` is an upper bound of the bytes in use outside the workloads: older arrays, and arrays that ended workloads left
 behind. Because it is an upper bound, `open` is never less than the bytes that the workloads may still allocate, as long
-as none exceeds its size:
+as no workload exceeds its size:
 
 - The first workload begins: base = in_use.
-- Another begins: base = in_use − Σ sizes of the earlier ones, if that is larger: then they exceeded their reservations.
-- One ends: base = base + its size, but at most in_use. Whether it freed its arrays is unknown, so all its bytes are
+- Another workload begins: base = in_use − Σ sizes of the earlier workloads if that is larger than base, because then
+  the earlier workloads exceeded their reservations.
+- A workload ends: base = base + its size, but at most in_use. It may not have freed its arrays, so all its bytes are
   assumed to remain allocated.
 - A reading shows in_use < base: base = in_use, because older arrays were freed.
 
-Arrays allocated outside every workload count as growth of the workloads. An unknown figure (None) counts as no growth.
+Arrays allocated outside every workload count as growth of the workloads. If `in_use` is unknown (None), growth is 0.
 
-A nested workload of the same framework uses the outer workload's reservation if enough of that may be unallocated.
+A nested workload of the same framework uses the outer workload's reservation if enough of that reservation may be
+unallocated.
 """
 
 from __future__ import annotations
@@ -35,15 +37,15 @@ from memguard._budget import policy
 Key = tuple[str, str]
 """Framework and GPU (UUID)."""
 _SHOWN = 12
-"""The most lines of holders and waiting workloads in a message."""
+"""Maximum number of lines in a message that list active and waiting reservations."""
 
 
 class Reservation(NamedTuple):
     """The reservation of one workload, active or waiting: `size` bytes of `framework` on each of `uuids`.
 
     `requested`: the bytes that the program requested. `size` is 0 if the outer workload's reservation covers them.
-    `since`: the time at which it became active or began to wait, as `time.monotonic()`. `outer`: the enclosing
-    workloads. `owner`: the name of the workload's thread or asyncio task.
+    `since`: the time at which the reservation became active or began to wait, as `time.monotonic()`. `outer`: the
+    enclosing workloads. `owner`: the name of the workload's thread or asyncio task.
     """
 
     id: int
@@ -58,8 +60,8 @@ class Reservation(NamedTuple):
 
 
 class Reservations(NamedTuple):
-    """All reservations of one budget: the `active` ones, and the `waiting` ones in order of service. For `bases` see
-    the module's docstring."""
+    """All reservations of one budget: active reservations, and waiting reservations in the order in which they are
+    served. For `bases` see the module's docstring."""
 
     active: tuple[Reservation, ...] = ()
     waiting: tuple[Reservation, ...] = ()
@@ -90,7 +92,7 @@ def begun(reservations: Reservations, reservation: Reservation, in_use: Mapping[
 
 
 def ended(reservations: Reservations, number: int, in_use: Mapping[str, int | None] | None = None) -> Reservations:
-    """Remove the reservation `number`, active or waiting. `in_use` as for `begun`; None: unknown."""
+    """Remove the reservation `number`, active or waiting. `in_use`: the framework's bytes by UUID, None if unknown."""
     reservation = next((one for one in reservations.active if one.id == number), None)
     active = tuple(one for one in reservations.active if one.id != number)
     waiting = tuple(one for one in reservations.waiting if one.id != number)
@@ -114,7 +116,7 @@ def queued(reservations: Reservations, reservation: Reservation) -> Reservations
 
 
 def with_lower_bases(reservations: Reservations, framework: str, in_use: Mapping[str, int | None]) -> Reservations:
-    """Lower each base that is above `in_use`. Returns the same object if no base is."""
+    """Lower each base that is above `in_use`. Returns the same object if no base changes."""
     lower = {
         (framework, uuid): now
         for uuid, now in in_use.items()
@@ -124,7 +126,7 @@ def with_lower_bases(reservations: Reservations, framework: str, in_use: Mapping
 
 
 def growth(reservations: Reservations, framework: str, uuid: str, in_use: int | None) -> int:
-    """The bytes that the active workloads of one framework have allocated of their reservations, together."""
+    """The bytes that all active workloads of one framework have allocated from their reservations."""
     base = reservations.bases.get((framework, uuid))
     if in_use is None or base is None:
         return 0
@@ -134,9 +136,9 @@ def growth(reservations: Reservations, framework: str, uuid: str, in_use: int | 
 def reserved_not_taken(
     reservations: Reservations, framework: str, uuid: str, in_use: int | None, without: Collection[int] = frozenset()
 ) -> int:
-    """The bytes reserved and not yet allocated. `without`: reservations that do not count.
+    """The bytes reserved and not yet allocated. `without`: ids of reservations to leave out.
 
-    Allocated bytes are subtracted from `without` first, so that the result is never too small.
+    Allocated bytes are attributed to the reservations in `without` first, so that the result is never too small.
     """
     sizes = _sizes(reservations.active, framework, uuid)
     theirs = _sizes([one for one in reservations.active if one.id in without], framework, uuid)
@@ -147,7 +149,7 @@ def reserved_not_taken(
 def most_not_taken(
     reservations: Reservations, framework: str, uuid: str, in_use: int | None, enclosing: Collection[int]
 ) -> int:
-    """An upper bound of the bytes of the reservations `enclosing` that are not yet allocated."""
+    """An upper bound of the bytes that the reservations in `enclosing` (ids) hold and have not yet allocated."""
     sizes = _sizes(reservations.active, framework, uuid)
     own = _sizes([one for one in reservations.active if one.id in enclosing], framework, uuid)
     taken = growth(reservations, framework, uuid, in_use)
@@ -165,9 +167,10 @@ def most_not_taken(
 def served_before(
     reservations: Reservations, number: int | None, enclosing: Collection[int]
 ) -> tuple[Reservation, ...]:
-    """The waiting reservations that are served before `number`; all of them if it is not queued yet.
+    """The waiting reservations that are served before the reservation `number`; all if `number` is not queued yet.
 
-    Empty if an active workload encloses it, because the others may be waiting for the end of that workload.
+    Empty if the request is nested in an active workload, because the waiting reservations may need that workload to
+    end.
     """
     if any(one.id in enclosing for one in reservations.active):
         return ()
@@ -183,8 +186,8 @@ class Request(NamedTuple):
     """A request for bytes of one framework on one GPU. `footprint` as for `Framework.footprint`; `cap` in bytes.
 
     `enclosing`: the reservations of the enclosing workloads. `before`: the waiting reservations that are served first.
-    `reserves`: a workload requests the bytes to reserve them, in addition to `enclosing` or covered by `enclosing`.
-    `shared`: the allocator's name, by framework, for frameworks that share one.
+    `reserves`: True if a workload reserves the bytes, False for a check. `shared`: for each framework that shares an
+    allocator, the allocator's name.
     """
 
     framework: str
@@ -212,10 +215,11 @@ def frameworks_to_read(reservations: Reservations, request: Request) -> set[str]
 
 
 class AdmissionResult(NamedTuple):
-    """The result of `admit`. `trim` and `refusal` as in `_budget.policy.Admission`.
+    """The result of `admit`. `trim` and `refusal` are as in `_budget.policy.Admission`.
 
-    `reserved`: only the reservations of others cause the refusal. `covered`: the reservation of an outer workload
-    covers the request. `reserved_under_cap`: the reserved bytes of the same allocator, which its cap must hold too.
+    `reserved`: the request would fit without the reservations of other workloads. `covered`: the reservation of an
+    outer workload covers the request. `reserved_under_cap`: the bytes reserved in the same allocator and not yet
+    allocated, which must also fit under its cap.
     """
 
     available: int
@@ -231,8 +235,9 @@ def admit(
 ) -> AdmissionResult:
     """Decide whether the bytes are available in addition to all reservations. `memory` must be read after `usages`.
 
-    The cap must hold the request and the open reservations of the same allocator. The GPU's free and trimmable memory
-    must hold these and the open reservations of all other allocators. `usages` are by framework, and by allocator.
+    The request and the unallocated reservations of the same allocator must fit under the cap. In addition to these, the
+    unallocated reservations of all other allocators must fit in the GPU's free and trimmable memory. `usages` has both
+    frameworks and allocators as keys.
     """
     framework, uuid, allocator = request.framework, request.uuid, request.allocator_of(request.framework)
     in_use = {name: policy.in_use(usage) for name, usage in usages.items()}
@@ -257,7 +262,7 @@ def admit(
     for name, size in reserved.items():
         usage = usages.get(name) or Usage(0, 0)
         cached = cache(usage)
-        free -= max(size - cached, 0)  # the allocator's own cache, which others cannot use, serves the rest
+        free -= max(size - cached, 0)  # the allocator's own cache serves the other bytes
         if usage.reclaimable is not None:
             beside[name] = usage._replace(reclaimable=max(cached - size, 0))
         elif cached:
@@ -321,7 +326,7 @@ def reservation_lines(reservations: Reservations, uuid: str, in_use: Mapping[str
 
 
 def cache(usage: Usage) -> int:
-    """The bytes that a trim of the framework may return, computed by `_budget.policy`."""
+    """The bytes that a trim of the framework may return."""
     return cached(usage)
 
 

@@ -1,6 +1,7 @@
 """The guard of a suspended process: returns the last reading, and raises Suspended for every call to a GPU.
 
-A host that raises Suspended replaces the real one, so that even a call that forgets to check cannot reach a GPU.
+A `Host` (NVML and driver access) whose methods raise Suspended replaces the guard's host, so that even code that does
+not check for a suspension cannot call a GPU.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from memguard._ledger.types import DeviceLedger, Ledger, Row
 from memguard.errors import NotActive
 
 SUSPENDED = "suspended"
-"""The enforcement of every cap in the ledger: nothing can be allocated."""
+"""The enforcement that a suspended process's ledger shows for every cap, as the process cannot allocate GPU memory."""
 Figures = Callable[[str], "MemoryInfo | None"]
-"""Reads a GPU's memory (by UUID) from NVML in another process, because NVML would block in this one. None if
+"""Reads a GPU's memory (by UUID) through another process, because NVML would block in the suspended process. None if
 unknown."""
 
 
 class SuspendedGpus:
-    """Replaces a guard's GPUs during a suspension. `reading`: the last ledger before the suspension. `off`: the time of
-    the suspension and the bytes that it moved.
+    """Answers calls to a guard while its process is suspended. `reading`: the last ledger before the suspension. `off`:
+    the time of the suspension and the bytes that it moved.
 
-    `figures` reads the current memory of the GPUs from another process. `host` is the guard's host outside a
-    suspension.
+    `figures` reads the current memory of the GPUs through another process. `host` is the `Host` that the guard used
+    before the suspension.
     """
 
     def __init__(self, reading: Ledger, figures: Figures, off: Off, host: Host) -> None:
@@ -40,12 +41,14 @@ class SuspendedGpus:
         self._pid = os.getpid()
 
     def ledger(self) -> Ledger:
-        """The last reading with one more row, which subtracts this process's bytes: they are off the GPU."""
+        """The last reading with one more row, which subtracts this process's bytes because they are no longer on the
+        GPU."""
         self._check_pid()
         return ledger_of(self._reading, suspension.now or self._off, time.time(), self._figures)
 
     def notes(self) -> list[str]:
-        """A note with the time of the suspension and the call that ends it, or that nothing does."""
+        """A note with the time of the suspension and the call that ends it, or with the advice if the GPU state is
+        lost."""
         return _note(suspension.now)
 
     def refuse(self, what: str) -> NoReturn:
@@ -59,7 +62,7 @@ class SuspendedGpus:
 
 
 class _RefusingHost:
-    """A host whose methods raise Suspended. Other attributes, such as the PID, come from the real host."""
+    """A host whose methods raise Suspended. Other attributes, such as the PID, come from the wrapped host."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -70,7 +73,7 @@ class _RefusingHost:
 
 
 def refusing(host: Host) -> Host:
-    """The host during a suspension: each method raises Suspended."""
+    """Wrap `host` so that each method raises Suspended."""
     return cast("Host", _RefusingHost(host))
 
 
@@ -107,7 +110,7 @@ def _device(gpu: DeviceLedger, off: Off, memory: MemoryInfo | None) -> DeviceLed
         rows.append(Row("free", "free", None))
     else:
         rows.append(Row("other processes", "other processes", memory.used))
-        # Drivers that do not report the reserve (NVML v1) count it under other processes.
+        # None with NVML's v1 memory query, whose `used` includes the reserve.
         rows.append(Row("driver reserve", "driver reserve", gpu.device.total - memory.used - memory.free or None))
         rows.append(Row("free", "free", memory.free))
     return DeviceLedger(gpu.device, tuple(rows), 0, gpu.limit, False, size)
