@@ -1,5 +1,4 @@
-"""The cause of an out-of-memory error, from the figures of its refusal. A table of causes: the first match wins.
-Pure."""
+"""Finds the cause of an out-of-memory error: the first row of a table whose condition the figures meet. Pure."""
 
 from __future__ import annotations
 
@@ -20,27 +19,29 @@ if TYPE_CHECKING:
     from memguard._budget import Budget
 
 SEGMENT = 20 * MIB
-"""The most bytes that an allocator takes from the driver beyond a small request: a segment of torch (measured)."""
+"""Maximum bytes that an allocator takes from the driver in addition to a small request: one PyTorch segment
+(measured)."""
 WORKSPACE = 256 * MIB
 """The assumed size of a request of unknown size. It exceeds the first use of cuBLAS or cuSOLVER (measured: 100 MiB)."""
 _PIECES = 10
-"""Fragmentation is the cause only if it wastes at least this fraction (1/10) of the cap."""
+"""Fragmentation is the cause only if the fragmented cache is at least 1/`_PIECES` of the cap."""
 _WHEN = {"peak": " at its peak", "sample": " in the last sample"}
-"""When a figure was read, by its source, if it was not read at the refusal."""
+"""The text for the time of a figure that was not read at the refusal, by the source of the figure."""
 _PRESENT = "is", "has", "have", "holds"
 
 Reason = Literal["cap", "card", "cap and card", "fragmented", "unknown", "elsewhere"]
-"""Why the request failed: its own cap, the full card (or the full machine, with unified memory), or both; a fragmented
-cache under a large enough cap; unknown; or an exhausted memory other than the GPU's."""
+"""Why the request failed. "card": the GPU's memory is full (with unified memory, the machine's). "fragmented": the cap
+is large enough, but the cache is fragmented. "elsewhere": memory other than the GPU's ran out."""
 
 
 @dataclass(frozen=True)
 class Case:
     """An out-of-memory error on one GPU, and the figures behind its cause and its remedies. Sizes are bytes.
 
-    `row` is the requester's, None for a library: its memory lies outside every cap. `needed` is the request plus the
-    bytes that its allocator takes beyond it. `at_refusal`: the requester's figures are from the moment of the refusal.
-    `sampled_free`: the GPU's free memory in the last sample before the refusal.
+    `row` is the ledger row of the framework that requested the memory; None if a library requested it, whose memory no
+    cap limits. `needed`: the requested bytes plus the bytes that the allocator takes in addition. `at_refusal`: True if
+    the requester's figures were read at the refusal. `sampled_free`: the GPU's free memory in the last sample before
+    the refusal.
     """
 
     gpu: DeviceLedger
@@ -79,12 +80,13 @@ class Case:
 
     @cached_property
     def not_reusable(self) -> int | None:
-        """The part of its cap that the requester cannot reuse: held less reclaimable. None if unknown."""
+        """The bytes under the cap that the requester cannot reuse: held bytes less reclaimable bytes. None if
+        unknown."""
         if self.row is None:
             return 0
         if self.others_in_use is not None:
             return (self.row.in_use or 0) + self.others_in_use
-        if self.row.at_least is not None:  # TensorFlow with growth reports its live arrays, but not its pool
+        if self.row.at_least is not None:  # TensorFlow with memory growth reports live arrays, but not its pool
             return self.row.in_use or self.row.bytes or 0
         if self.row.bytes is None:
             return self.row.in_use
@@ -92,12 +94,12 @@ class Case:
 
     @cached_property
     def allocator(self) -> str | None:
-        """The name of the allocator that serves the requester; None for a library."""
+        """The name of the allocator from which the requester allocates; None for a library."""
         return None if self.row is None else allocator_of(self.device_plan, self.row.name)
 
     @cached_property
     def sharers(self) -> tuple[Row, ...]:
-        """The rows of the requester's allocator other than its own."""
+        """The rows of the requester's allocator and of this allocator's other clients, without the requester's row."""
         if self.device_plan is None or self.allocator is None:
             return ()
         names = self.allocator, *clients(self.device_plan, self.allocator)
@@ -105,13 +107,14 @@ class Case:
 
     @cached_property
     def others_in_use(self) -> int | None:
-        """The bytes that other clients use of the requester's allocator; None if the allocator has no other client."""
+        """The bytes that other clients of the requester's allocator have in use; None if the requester has its own
+        allocator."""
         own = self.row is None or self.allocator == self.row.name
         return None if own else sum(row.in_use or 0 for row in self.sharers)
 
     @cached_property
     def cap_headroom(self) -> int | None:
-        """The requester's headroom under its cap; None without a cap, or if it is unknown."""
+        """The bytes that the requester can still take under its cap; None without a cap or if unknown."""
         if self.row is None or self.row.cap is None or self.not_reusable is None:
             return None
         return max(self.row.cap - self.not_reusable, 0)
@@ -120,8 +123,7 @@ class Case:
     def fragmented_cache(self) -> int:
         """The requester's fragmented cache, which neither serves a large request nor can be returned.
 
-        It is the part of the cache that a trim keeps. torch reports it as `inactive_split_bytes`, which `reclaimable`
-        excludes.
+        A trim does not free these bytes. torch reports them as `inactive_split_bytes`, which `reclaimable` excludes.
         """
         spec = SPECS.get(self.row.name) if self.row is not None else None
         if self.row is None or (spec is not None and spec.pads):
@@ -144,9 +146,10 @@ class Case:
 
     @cached_property
     def refused_by_cap(self) -> bool:
-        """Whether the cap is known to be the cause although the size of the request or the bytes in use are unknown. An
-        allocator refuses a request that does not fit under its cap or on the GPU. So the cap refused if the GPU had
-        more free memory than the headroom, or more than the request.
+        """True if the cap must be the cause, although the size of the request or the bytes in use are unknown. An
+        allocator refuses a request only if it does not fit under the cap or on the GPU. So the cap is the cause if the
+        GPU had more free memory than the headroom under the cap (size unknown) or than the request needed (bytes in use
+        unknown).
         """
         cap = self.row.cap if self.row is not None else None
         if (
@@ -162,29 +165,30 @@ class Case:
 
     @property
     def _own(self) -> int:
-        """The memory that the requester trims itself before it fails, or that is idle in its pool."""
+        """The bytes that the requester's allocator trims before it refuses a request, or that are idle in the shared
+        pool."""
         if self.others_in_use is not None:
             return sum(row.cached or 0 for row in self.sharers)
         return (self.row.reclaimable or 0) if self.row is not None else 0
 
     @property
     def fragmented(self) -> bool:
-        """Whether fragmentation is the cause. Every cache is fragmented by a few per cent, which is not enough."""
+        """True if fragmentation is the cause. A few per cent of the cap, as in every cache, do not suffice."""
         cap = (self.row.cap if self.row is not None else None) or 0
         return self.at_refusal and self.fits_unfragmented and self.fragmented_cache * _PIECES >= cap
 
     @cached_property
     def fits_unfragmented(self) -> bool:
-        """Whether the request would fit under its cap if its cache were unfragmented."""
+        """True if the request would fit under the cap if the requester's cache were unfragmented."""
         if self.classification.requested is None:
             return False
-        if self.pool_unreported:  # cap and GPU have room, so its pool has no block of that size
+        if self.pool_unreported:  # if cap and GPU have room, the pool lacks a large enough block
             return not self.exceeds_free and self.cap_headroom is not None and self.cap_headroom >= self.needed
         return self.exceeds_cap and (self.cap_headroom or 0) + self.fragmented_cache >= self.needed
 
     @property
     def pool_unreported(self) -> bool:
-        """Whether the requester does not report its pool's size: TensorFlow with growth."""
+        """True for TensorFlow with memory growth, which does not report the size of its pool."""
         return self.row is not None and self.row.at_least is not None
 
     @cached_property
@@ -201,8 +205,8 @@ class Case:
 def device_of(
     text: str, classification: Classification, ledger: Ledger | None, recorded: RefusedRequest | None
 ) -> DeviceLedger | None:
-    """The GPU of the record, or of the CUDA ordinal in the text; else the GPU where the requester has the least
-    headroom."""
+    """The GPU of the recorded request, or of the CUDA ordinal in the error's text; otherwise the GPU where the
+    requester has the least headroom."""
     if ledger is None or not ledger.devices:
         return None
     if recorded is not None and recorded.uuid is not None:
@@ -218,7 +222,7 @@ def device_of(
 
 
 def caps_in_force(gpu: DeviceLedger, classification: Classification) -> DeviceLedger:
-    """Drop the requester's cap if it is only watched: such a cap refuses nothing, so it did not cause the error."""
+    """Remove the requester's cap if memguard only watches the cap, because such a cap refuses no request."""
     watched = Enforcement.WATCHED.value
     rows = (
         replace(row, cap=None) if row.name == classification.requester and row.enforcement == watched else row
@@ -234,7 +238,7 @@ def unknown(ledger: Ledger | None) -> tuple[Reason, str]:
 
 
 class Cause(NamedTuple):
-    """One row of the table: the reason, its condition on the figures, and its sentence."""
+    """One row of the table of causes: the reason, the condition on the figures, and the sentence for the report."""
 
     reason: Reason
     shown_by: Callable[[_Figures], bool]
@@ -242,10 +246,10 @@ class Cause(NamedTuple):
 
 
 def reason(case: Case, request: RefusedRequest | None, since: str) -> tuple[Reason, str]:
-    """Whether the cap or the full GPU caused the refusal, and a sentence with the figures that show it.
+    """The reason of the refusal, and a sentence with the figures that prove this reason.
 
-    `since` describes the changes after the refusal. Current figures cannot tell a fragmented cache from memory that was
-    freed after the refusal.
+    `since` describes the changes after the refusal. Figures read after the refusal cannot distinguish a fragmented
+    cache from memory that was freed after the refusal.
     """
     figures = _Figures(case, request, since)
     cause = next(one for one in (CAUSES if figures.capped else CAUSES_WITHOUT_A_CAP) if one.shown_by(figures))
@@ -253,7 +257,7 @@ def reason(case: Case, request: RefusedRequest | None, since: str) -> tuple[Reas
 
 
 class _Figures:
-    """A case's figures, each formatted once, and the tense of the verbs, for the conditions and sentences of the
+    """The formatted figures of a case, and verbs in present or past tense, for the conditions and sentences of the
     table."""
 
     def __init__(self, case: Case, request: RefusedRequest | None, since: str) -> None:
@@ -278,7 +282,7 @@ class _Figures:
 
     @property
     def outside(self) -> str:
-        """Why no cap applies, as the end of a sentence."""
+        """The end of a sentence: the reason why no cap applies."""
         row, planned = self.case.row, self.case.device_plan
         if row is None:
             return ", and this memory lies outside every cap"
@@ -288,7 +292,7 @@ class _Figures:
 
     @property
     def cap(self) -> str:
-        """The cap that was reached, and the bytes that the requester holds under it."""
+        """A clause with the cap that was reached, and the bytes that the requester holds under this cap."""
         request, beside = self.request, self.case.others_in_use
         used = "" if self.in_use is None else f" ({format_size(self.in_use)} in use)"
         if request is not None and request.source == "peak":
@@ -321,7 +325,7 @@ class _Figures:
 
     @property
     def left(self) -> str:
-        """For a request that the requester's own allocator refused: the figure that is unknown, and the headroom."""
+        """A clause with the figure that is unknown, and the headroom under the cap."""
         what = "the size of the request is unknown" if self.requested is None else "what it has in use is unknown"
         left = "an unknown part" if self.case.cap_headroom is None else format_size(self.case.cap_headroom)
         return f"{what}: {left} of its cap {'were' if self.since else 'are'} left"
@@ -332,11 +336,11 @@ class _Figures:
 
     @property
     def known(self) -> bool:
-        """Whether the requester's figures are from the moment of the refusal."""
+        """True if the requester's figures were read at the refusal."""
         return self.exact and self.request is not None and (self.request.held, self.request.in_use) != (None, None)
 
 
-CAUSES_WITHOUT_A_CAP = (  # a library, or a framework that is only watched
+CAUSES_WITHOUT_A_CAP = (  # for a library, or a framework without an enforced cap
     Cause(
         "card", lambda it: it.case.exceeds_free, lambda it: f"{it.full} {it.is_} full: {it.card}{it.end}{it.outside}"
     ),
@@ -352,7 +356,7 @@ CAUSES_WITHOUT_A_CAP = (  # a library, or a framework that is only watched
     ),
 )
 CAUSES = (
-    Cause(  # a request above the whole cap
+    Cause(  # the request exceeds the whole cap
         "cap",
         lambda it: it.requested is not None and it.requested > it.most and it.case.exceeds_cap,
         lambda it: (
@@ -360,7 +364,7 @@ CAUSES = (
             f"{it.place} {it.has} {it.card}{it.end}"
         ),
     ),
-    Cause(  # the request's size or the bytes in use are unknown, and the GPU had room
+    Cause(  # the request's size or the bytes in use are unknown, and the GPU had enough free memory
         "cap",
         lambda it: it.case.refused_by_cap,
         lambda it: f"{it.shut_out}; {it.place} {it.has} {it.card}{it.end}",
@@ -409,4 +413,4 @@ CAUSES = (
         lambda it: f"there is room now {it.room}: memory was freed since, as far as is known",
     ),
 )
-"""The first row whose condition holds is the cause. The last row of each table always holds."""
+"""The first row whose condition is true is the cause. The condition of each table's last row is always true."""

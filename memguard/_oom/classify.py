@@ -1,8 +1,9 @@
-"""Classify an exception by the memory that ran out, by its type first and its text second. Pure: a table of rules.
+"""Finds the memory that ran out from an exception's type and text, by a table of rules. Pure.
 
-A rule names the memory and explains the match. The first matching rule wins, so their order matters: texts that only
-resemble an out-of-memory error; disks, page-locked memory and CPU memory; certain GPU memory; possible GPU memory. A
-framework's own rules are in its spec. `tests/oom` holds example texts with their sources.
+Each rule names the memory and explains the match. The first matching rule applies, so the order of the rules matters:
+texts that only resemble an out-of-memory error; disks, page-locked memory and CPU memory; certain GPU memory; possible
+GPU memory. Rules for one framework's errors are in its `FrameworkSpec`. `tests/oom` holds example texts with their
+sources.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from memguard._frameworks.specs import SPECS
 
 @dataclass(frozen=True)
 class ErrorFacts:
-    """An exception as plain data. `mro` holds the qualified names of its type and of all bases but `object`."""
+    """An exception as plain data. `mro`: the qualified names of the exception's type and of all its bases except
+    `object`."""
 
     type: str
     mro: tuple[str, ...] = field()  # without field(), dataclass uses `type.mro` as the default
@@ -50,8 +52,8 @@ class Classification:
 class Rule:
     """`text` is matched in the exception's text, `type` in each name of its mro; both are regular expressions.
 
-    requester: a name; TYPE: the framework that defines the type; GROUP: the first group of the text match. In
-    `TYPE jax` the name is the requester if no framework defines the type.
+    `requester`: a name; `TYPE`: the framework that defines the exception's type; `TYPE jax`: like `TYPE`, but jax if no
+    framework defines the type; `GROUP`: the first group of the match in the text.
     """
 
     memory: Memory
@@ -71,7 +73,7 @@ class Rule:
         return re.compile(self.type)
 
     def match(self, text: str, mro: Iterable[str]) -> re.Match[str] | None:
-        """The match in the text, if the type matches too."""
+        """The match in the text; None if the text or the type does not match."""
         found = self._text.search(text)
         return found if found and (not self.type or any(map(self._type.search, mro))) else None
 
@@ -134,7 +136,7 @@ _GPU_BY_TEXT = (
     Rule("gpu", "TYPE cuda", True, "the call that failed takes device memory", rf"({_DEVICE_CALLS})\w*\b.*{_OOM}"),
     Rule("gpu", "cuda", True, "Thrust's allocator of device memory", "bad_alloc: cudaErrorMemoryAllocation"),
 )  # fmt: skip
-_GPU_POSSIBLY = (  # page-locked memory raises CUDA's error 2 too, and a library's status has many causes
+_GPU_POSSIBLY = (  # uncertain: page-locked memory also raises CUDA's error 2, and a status has many causes
     Rule("gpu", "GROUP", False, "NCCL's buffers", r"(NCCL).*(CUDA [cm]alloc|Cuda failure (2 )?'out of memory)"),
     Rule("gpu", "cuda", False, "error 2 of any call", rf"CUDA (driver )?(failed with )?error:? (2 )?{_OOM}"),
     Rule("gpu", "TYPE cuda", False, "error 2 by name", "CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"),
@@ -156,10 +158,11 @@ _REST = (
 
 
 def _own_rules(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
-    """The frameworks' own rules for this memory: either those by type alone, or those by text.
+    """The rules for `memory` in the frameworks' specs: with `by_type` only rules without a text, otherwise only rules
+    with a text.
 
-    Rules with both text and type come first, so that a rule with only another framework's text cannot match their
-    errors.
+    Frameworks that have rules with both text and type come first, so that another framework's rule with only a text
+    cannot match their errors.
     """
     found = {
         spec.name: [own for own in spec.errors if own.memory == memory and (not own.text) is by_type]
@@ -182,20 +185,21 @@ RULES = (
     *_GPU_POSSIBLY,
     *_REST,
 )  # fmt: skip
-"""The general rules above, and each framework's own rules (`FrameworkSpec.errors`), grouped by memory."""
+"""The general rules above and the rules in each framework's spec (`FrameworkSpec.errors`), in order of precedence."""
 
 STEMS = (
     "memory", "alloc", "cud", "cuinit", "cusolver", "kill", "initializ", "internal_error", "launch failed",
     "no space left", "disk is full", "bfcarena", "batch size", "new thread", "able to create", "unexpectedly",
     *(stem for spec in SPECS.values() for stem in spec.stems),
 )  # fmt: skip
-"""Every text that a rule matches contains one of these in lower case, unless the rule is a certain `none`. So
-`classify` skips an error with none of them in its text and no type that contains "Memory"."""
+"""Every text that a rule matches contains one of these strings in lower case, except texts that only a certain rule for
+`none` matches. So `classify` skips an error if its text contains none of these strings and no name in its `mro`
+contains "Memory"."""
 
 _ERRNO: Mapping[int, Memory] = {12: "host", 28: "disk", 122: "disk"}
 """ENOMEM, ENOSPC, EDQUOT."""
 _FAMILIES = {**{first: spec.name for spec in SPECS.values() for first in spec.families}, "rmm": "rmm"}
-"""The framework, by the first component of a type's name."""
+"""Maps the top-level package of an exception's type to the name of the framework."""
 _SCALE = {unit: 1 << 10 * power for power, unit in enumerate("BKMGTPE")}
 _SIZE = r"(\d[\d,]*(?:\.\d*)?) ?(bytes|B|[KMGTPE]i?B?)(?![\w])"
 _VERB = r"(?:[Aa]llocat(?:e|ing)|request for|asked for|to alloc|[cm]alloc async|cudaMalloc|pinned memory|Requested *:)"
@@ -216,13 +220,14 @@ _RAISED = re.compile(
 
 
 def classify(facts: ErrorFacts) -> Classification:
-    """Classify the exception by type first and text second. The memory is `none` if it is no out-of-memory error."""
+    """Classify the exception by type first and text second. `memory` is `none` if the exception is no out-of-memory
+    error."""
     if "builtins.OSError" in facts.mro and isinstance(number := facts.attributes.get("errno"), int):
         memory = _ERRNO.get(number, "none")
         return Classification(memory, None, requested_bytes(facts) if memory != "none" else None, True)
     if not _may_match(facts):
         return Classification("none", None, None, True)
-    # XGBoost's error derives from ValueError, and its text names the memory that ran out.
+    # Ignore the base class ValueError, because XGBoost's out-of-memory error derives from ValueError.
     own = (name for name in facts.mro if name != "builtins.ValueError" or name == facts.type)
     text, mro = facts.text, (*own, *_wrapped(facts.text))
     for rule in RULES:
@@ -238,7 +243,8 @@ def classify(facts: ErrorFacts) -> Classification:
 
 
 def _may_match(facts: ErrorFacts) -> bool:
-    """Whether a rule may match. This check is fast, because it runs on every exception that leaves a block."""
+    """False if no rule can match. Fast, because it runs for every exception that leaves a `workload` or `guard`
+    block."""
     if any("Memory" in name for name in facts.mro):
         return True
     text = facts.text.casefold()
@@ -247,17 +253,17 @@ def _may_match(facts: ErrorFacts) -> bool:
 
 def family(facts: ErrorFacts) -> str | None:
     """The framework that raised the exception, by its type; None if no framework did."""
-    if facts.type.startswith("memguard."):  # a simulated error
+    if facts.type.startswith("memguard."):  # an error of a simulated GPU
         return facts.attributes.get("framework")
     names = (*facts.mro, *_wrapped(facts.text))
     return next((_FAMILIES[top] for name in names if (top := name.partition(".")[0]) in _FAMILIES), None)
 
 
 def requested_bytes(facts: ErrorFacts) -> int | None:
-    """The requested bytes, from attributes or text, whichever is more exact; None if neither has them."""
+    """The requested bytes, from the exception's attributes or else from its text; None if neither states them."""
     raised = SPECS.get(family(facts) or "")
     own = "requested" if facts.type.startswith("memguard.") else raised.size_attribute if raised is not None else ""
-    for name in ("memguard_requested", own):  # memguard's adapters set it on driver errors without a size
+    for name in ("memguard_requested", own):  # adapters set `memguard_requested` on driver errors
         if type(size := facts.attributes.get(name)) is int and size > 0:
             return size
     text = re.sub(r"[ \t]+", " ", facts.text)
@@ -273,7 +279,7 @@ def requested_bytes(facts: ErrorFacts) -> int | None:
 
 
 def _wrapped(text: str) -> tuple[str, ...]:
-    """The type at the end of a traceback in the text: workers send their errors as text."""
+    """The exception type at the end of a traceback in the text, because worker processes send errors as text."""
     if "Traceback (most recent call last)" not in text:
         return ()
     names = _RAISED.findall(text)[-1:]
@@ -289,6 +295,6 @@ def _requester(rule: Rule, found: re.Match[str], facts: ErrorFacts) -> str | Non
 
 
 def _had_enough_free(text: str) -> bool:
-    """Whether the text has free and requested bytes, and enough were free. Such a text is about an earlier error."""
+    """True if the text states more free than requested bytes. Such a text describes an earlier error."""
     found = _FREE.search(text)
     return found is not None and int(found[1]) > int(found[2])
