@@ -192,9 +192,9 @@ STEMS = (
     "no space left", "disk is full", "bfcarena", "batch size", "new thread", "able to create", "unexpectedly",
     *(stem for spec in SPECS.values() for stem in spec.stems),
 )  # fmt: skip
-"""Every text that a rule matches contains one of these strings in lower case, except texts that only a certain rule for
-`none` matches. So `classify` skips an error if its text contains none of these strings and no name in its `mro`
-contains "Memory"."""
+"""Every text that a rule matches contains one of these strings in lower case. Rules whose result is certainly `none`
+are exempt. So `classify` skips an error if its text contains none of these strings and no name in its `mro` contains
+"Memory"."""
 
 _ERRNO: Mapping[int, Memory] = {12: "host", 28: "disk", 122: "disk"}
 """ENOMEM, ENOSPC, EDQUOT."""

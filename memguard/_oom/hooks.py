@@ -36,34 +36,36 @@ if TYPE_CHECKING:  # the modules for diagnosis are imported at the first error
 
 
 _MARK = "_memguard_report"
-"""The attribute of a reported exception: PID and report number. It is pickled with the exception, and valid only in the
-process with that PID."""
+"""The attribute that stores PID and report number in a reported exception. It is pickled with the exception, and valid
+only in the process with that PID."""
 _ATTRIBUTES = (
     "errno", "status", "code", "error_code", "_error_code", "result", "value", "_limit", "framework",
     "requested", "memguard_requested", RECORD,
     *(row.size_attribute for row in SPECS.values() if row.size_attribute),
 )  # fmt: skip
-"""Exception attributes with figures. The frameworks' errors and memguard's simulated errors have them, and memguard
-adds them to PyCUDA's and Numba's errors."""
+"""Exception attributes that are copied to `ErrorFacts`. Frameworks and memguard's simulated GPUs set them, and memguard
+adds some to PyCUDA's and Numba's errors."""
 _MAX_TEXT = 4_000
-"""Characters read at each end of a text. TensorFlow's texts list the whole graph."""
+"""Maximum characters read from the start and from the end of an exception's text, because TensorFlow's texts list the
+whole graph."""
 _MAX_CHAIN = 100
-"""The most exceptions of one chain that are examined."""
+"""Maximum number of exceptions of one chain that are examined."""
 _CAUSE, _CONTEXT, _SUPPRESSED = (
     vars(BaseException)[name] for name in ("__cause__", "__context__", "__suppress_context__")
 )
 """Python's own descriptors, because an exception's class may override these names."""
 _MAX_REPORTS = 8
-"""The most reports stored, for exceptions that are reported again."""
+"""Maximum number of reports that are stored for exceptions that reach a hook again."""
 _MAX_RECORDS = 64
-"""The most stored records of refused requests whose error was not reported yet. As many threads may fail at once."""
+"""Maximum number of stored records of refused requests whose error was not reported yet. This many threads can fail at
+the same time."""
 _REPEAT_SECONDS = 60.0
-"""Seconds after a report during which similar ones print one line each, for example in a loop that tries smaller
+"""Seconds after a report during which similar reports print one line each, for example in a loop that tries smaller
 batches."""
 
 
 class OomContext(NamedTuple):
-    """The input of a report, read while the error is alive. `processes`: other processes, by UUID and PID. `peaks`:
+    """The input of a report, read while the exception exists. `processes`: other processes, by UUID and PID. `peaks`:
     each framework's peak of bytes in use, by UUID and name."""
 
     ledger: Ledger | None = None
@@ -75,7 +77,7 @@ class OomContext(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """The record of a refused request: `context` makes an `OomContext` from the figures of the refusal."""
+    """A recorded refused request. `context` creates an `OomContext` from the figures at the refusal."""
 
     request: RefusedRequest
     context: Callable[[], OomContext]
@@ -84,8 +86,8 @@ class _Record(NamedTuple):
 class _Shown:
     """A report printed in full, and the lines for similar reports, which are printed after it.
 
-    It has no lock, because a signal handler may interrupt a lock's holder. Instead, a thread that has appended a line
-    checks whether the report is printed, and a thread that has printed the report checks for lines.
+    It has no lock, because a signal handler may interrupt the thread that holds a lock. Instead, a thread that has
+    appended a line checks whether the report is printed, and a thread that has printed the report checks for lines.
     """
 
     def __init__(self, since: float) -> None:
@@ -95,7 +97,7 @@ class _Shown:
 
 
 display: Callable[[Report | str], None] | None = None
-"""Shows reports or lines in place of standard error: in a notebook they appear under the cell's traceback."""
+"""Replaces the output to standard error. A notebook sets it, so that reports appear under the cell's traceback."""
 _installed: _Installed | None = None
 _pid: int | None = None
 _numbers = itertools.count(1)
@@ -105,20 +107,20 @@ _in_full: deque[int] = deque(maxlen=_MAX_REPORTS)
 _records: dict[int, _Record] = {}
 """Records whose error was not reported yet, by number."""
 _caught_reports: dict[int, Report] = {}
-"""Reports that `last_oom` made from these records."""
+"""The reports that `last_oom` made from `_records`, by number."""
 _shown: dict[tuple[str | None, ...], _Shown] = {}
 
 
 def install(
     read: Callable[[], OomContext], *sinks: Callable[[Report], None], clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], None]:
-    """Examine uncaught exceptions, of all threads, until the returned function undoes it.
+    """Install hooks that examine uncaught exceptions of all threads. The returned function removes the hooks.
 
     `read` reads the context on the thread of the error; if it raises, the report uses only the error's own text. Each
     of `sinks` is called with every new report. `clock` is as `time.monotonic`.
 
-    Existing hooks are still called. A new `install` replaces the earlier one, whose undo then does nothing. When
-    memguard removes its hooks, hooks set after them stay.
+    Existing hooks are still called. A new `install` replaces the earlier one, whose undo then does nothing. Hooks that
+    other code has set later are not removed.
     """
     global _installed, _pid
     if _installed is not None:
@@ -146,9 +148,10 @@ def show_next_in_full() -> None:
 
 
 def report_error(error: BaseException, *, show: bool = True) -> Report | None:
-    """The report, if the error is or was caused by an out-of-memory error. For each error, the report is made, noted
-    and printed once. Reports with the same requester, cause and GPU are printed in full once a minute, and in one line
-    in between. Returns None also if no budget is active and the error was not reported under one.
+    """Return the report if `error` is an out-of-memory error or was caused by one, else None. For each error, the
+    report is made, added as a note and printed once. Of reports with the same requester, cause and GPU, one per minute
+    is printed in full, and each other report as one line. If no budget is active, returns only a report that exists
+    already.
     """
     report, new_number = _examine(error)
     if report is not None and new_number and show:
@@ -159,8 +162,8 @@ def report_error(error: BaseException, *, show: bool = True) -> Report | None:
 def record_refusal(request: RefusedRequest, context: Callable[[], OomContext]) -> RefusedRequest:
     """Record a refused request on the requesting thread, before its error is raised.
 
-    `context` makes an `OomContext` from figures already read; it is called only for a report. Returns the request with
-    the id of its record, or unchanged if no budget is active. Prints nothing.
+    `context` creates an `OomContext` from figures already read, and is called only for a report. Returns the request
+    with the id of its record, or unchanged if no budget is active. Prints nothing.
     """
     if _installed is None or _pid != os.getpid():
         return request
@@ -177,7 +180,7 @@ def record_refusal(request: RefusedRequest, context: Callable[[], OomContext]) -
 def last_oom() -> Report | None:
     """The report of the last out-of-memory error of this process; None if there was none.
 
-    Includes errors that the program has caught, if the framework's allocator reports refused requests.
+    Includes errors that the program caught, if the framework's allocator reports refused requests to memguard.
     """
     if _pid != os.getpid():
         return None
@@ -203,7 +206,7 @@ def facts_of(error: BaseException) -> ErrorFacts:
 
     kind = type(error)
     try:
-        text = str.__getitem__(str(error), slice(None))  # converts a subclass of str to plain str
+        text = str.__getitem__(str(error), slice(None))  # converts a str subclass without calling its methods
         if len(text) > 2 * _MAX_TEXT:
             text = f"{text[:_MAX_TEXT]}\n{text[-_MAX_TEXT:]}"
     except KeyboardInterrupt:
@@ -220,14 +223,14 @@ def facts_of(error: BaseException) -> ErrorFacts:
 
 
 def _examine(error: BaseException) -> tuple[Report | None, int | None]:
-    """The report, and its number if this call made it."""
+    """The report, and the report's number if this call created the report."""
     try:
         for one in _chain(error):
             if (number := _marked(one)) is not None:
                 return _reports.get(number), None
-            if not issubclass(type(one), Exception):  # isinstance may run code of the exception's class
+            if not issubclass(type(one), Exception):  # `isinstance` may run code of the exception's class
                 continue
-            # Import late: an import while a KeyboardInterrupt ends the program would hide that interrupt.
+            # Import only here, because an import while a KeyboardInterrupt ends the program would hide the interrupt.
             from memguard._oom.classify import classify
 
             facts = facts_of(one)
@@ -235,7 +238,7 @@ def _examine(error: BaseException) -> tuple[Report | None, int | None]:
             if classification.memory == "none":
                 continue
             if (number := next((n for cause in _causes(one) if (n := _marked(cause))), None)) is not None:
-                return _reports.get(number), None  # `raise ... from` an error that was reported
+                return _reports.get(number), None  # raised `from` an error that was reported
             if (installed := _installed) is None or _pid != os.getpid():
                 return None, None
             return _make_report(one, facts, classification, installed)
@@ -272,7 +275,7 @@ def _make_report(
 
 
 def _pop_record(facts: ErrorFacts, classification: Classification) -> _Record | None:
-    """Take the record of the refusal that caused the error, so that no other error uses it."""
+    """Remove and return the record of the refusal that caused the error, so that no other error uses the record."""
     number = _record_number(facts, classification)
     if number is None:
         return None
@@ -281,7 +284,8 @@ def _pop_record(facts: ErrorFacts, classification: Classification) -> _Record | 
 
 
 def request_of(facts: ErrorFacts, classification: Classification) -> RefusedRequest | None:
-    """The recorded refused request that caused the error, if any. The record stays for a report."""
+    """The recorded refused request that caused the error; None if none is recorded. Keeps the record for a later
+    report."""
     number = _record_number(facts, classification) if _pid == os.getpid() else None
     record = _records.get(number) if number is not None else None
     return record.request if record is not None else None
@@ -314,9 +318,10 @@ def _log_failure(what: str, failure: BaseException) -> None:
 
 
 class _Output:
-    """The output of one report: in full, or as one line shortly after a similar one.
+    """Prints one report, in full or, shortly after a similar report, as one line.
 
-    The choice is made at construction, so that a traceback printed before the full report can omit the error's note.
+    The choice between full report and line is made at construction, so that a traceback printed before the full report
+    can omit the error's note.
     """
 
     def __init__(self, report: Report, number: int) -> None:
@@ -327,7 +332,7 @@ class _Output:
             _in_full.append(number)
 
     def show(self) -> None:
-        """Print to standard error: with rich on a terminal, plain elsewhere."""
+        """Print to standard error (with rich on a terminal), or call `display`."""
         shown = self._similar
         if self.in_full:
             try:
@@ -359,7 +364,7 @@ def _write(shown: Report | str) -> None:
 
 
 def _similar(report: Report) -> _Shown:
-    """The output of similar reports in the last minute. All threads get the same object."""
+    """The `_Shown` of similar reports in the last minute, the same object for all threads."""
     classification, now = report.verdict, _now()
     for key, shown in list(_shown.items()):
         if not 0 <= now - shown.since < _REPEAT_SECONDS and _shown.get(key) is shown:
@@ -390,7 +395,7 @@ def _ordinal(number: int) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, the members of its group, its cause and its context: nearest first."""
+    """The error, and recursively the members of its group, its cause and its context, nearest first."""
     known: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting and len(known) < _MAX_CHAIN:
@@ -404,14 +409,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def related(error: BaseException) -> tuple[BaseException | None, BaseException | None, tuple[BaseException, ...]]:
-    """The exception's cause, its context and the members of a group, read without code of its class.
+    """The exception's cause, its context and the members of a group, read without running code of the exception's
+    class.
 
-    Its class may have properties of these names, which raise or never return.
+    The class may define properties with these names that raise or never return.
     """
     # Python 3.11's exception groups, or those of the package `exceptiongroup`.
     backport = sys.modules.get("exceptiongroup")
     group = getattr(builtins, "BaseExceptionGroup", None) or getattr(backport, "BaseExceptionGroup", None)
-    # A group of another package, such as older versions of trio.
+    # Other packages, such as older versions of trio, define groups with this attribute.
     members: Any = _attributes_of(error).get("exceptions")
     if group is not None and issubclass(type(error), group):
         members = vars(group)["exceptions"].__get__(error)
@@ -420,7 +426,7 @@ def related(error: BaseException) -> tuple[BaseException | None, BaseException |
 
 
 def context_suppressed(error: BaseException) -> bool:
-    """Whether to skip its context: after `from None`, or `from` another exception."""
+    """True if tracebacks omit the error's context, after `raise ... from`."""
     return bool(_SUPPRESSED.__get__(error))
 
 
@@ -432,20 +438,21 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """`BaseException.add_note` without code of the exception's class: a frozen class refuses the attribute."""
+    """Like `BaseException.add_note`, but without running code of the exception's class, which may refuse new
+    attributes."""
     notes = _attributes_of(error).setdefault("__notes__", [])
     if type(notes) is list:
         notes.append(note)
 
 
 def _marked(error: BaseException) -> int | None:
-    """The number of its report, if this process reported it."""
+    """The number of the error's report; None if this process has not reported the error."""
     mark = _attributes_of(error).get(_MARK)
     return mark[1] if mark is not None and mark[0] == os.getpid() else None
 
 
 def _attributes_of(error: BaseException) -> dict[str, Any]:
-    """The `__dict__` of any exception, even of a frozen or slotted class, which refuses attributes."""
+    """The `__dict__` of an exception, even if its class is frozen or slotted and refuses new attributes."""
     found: dict[str, Any] = vars(BaseException)["__dict__"].__get__(error)
     return found
 
@@ -455,7 +462,7 @@ def _qualified_name(kind: type) -> str:
 
 
 def _plain_attribute(error: BaseException, name: str) -> int | str | None:
-    """An attribute that is a number or a short text; None for others."""
+    """The value of an attribute if it is an int or a short str; otherwise None."""
     try:
         value = getattr(error, name, None)
     except KeyboardInterrupt:
@@ -468,11 +475,11 @@ def _plain_attribute(error: BaseException, name: str) -> int | str | None:
 
 
 def without_note(error: BaseException, prints: bool) -> Callable[[], None]:
-    """Remove the notes of reports printed in full from the errors while their traceback is printed.
+    """Remove the notes of reports printed in full from `error` and its chain while the traceback is printed.
 
-    `prints`: Python's own hook prints the traceback next to the report. Any other hook may send the error elsewhere:
-    then the note is shortened to one line. Returns a function that restores the notes. It holds no other reference to
-    the error.
+    `prints`: True if Python's own hook prints the traceback next to the report. Any other hook may send the traceback
+    elsewhere, so the note is then shortened to one line. Returns a function that restores the notes and holds no other
+    reference to the error.
     """
     taken: list[tuple[list[Any], int, str]] = []
     try:
@@ -495,7 +502,8 @@ def without_note(error: BaseException, prints: bool) -> Callable[[], None]:
 
 
 class _Hook:
-    """One Python hook for uncaught exceptions: examines the error, calls the previous hook, prints the report."""
+    """A Python hook for uncaught exceptions, which examines the error, calls the previous hook and prints the
+    report."""
 
     def __init__(self, module: ModuleType, name: str) -> None:
         self._module, self._name, self._live = module, name, True
@@ -505,7 +513,7 @@ class _Hook:
         setattr(self._module, self._name, self)
 
     def remove(self) -> None:
-        self._live = False  # a later hook may still call this one, which then only calls the previous hook
+        self._live = False  # a hook set later may still call this hook, which then only calls the previous hook
         if getattr(self._module, self._name) is self:
             setattr(self._module, self._name, self._previous)
 
@@ -528,7 +536,7 @@ class _Hook:
 
     @property
     def _prints(self) -> bool:
-        """Whether the previous hook is Python's own, which only prints the traceback to standard error."""
+        """True if the previous hook is Python's own, which only prints the traceback to standard error."""
         before = self._previous
         while isinstance(before, _Hook):
             before = before._previous
@@ -537,7 +545,7 @@ class _Hook:
     def _call_previous(self, args: tuple[Any, ...]) -> None:
         """Call the previous hook, or let an interactive interpreter show the error in its own window.
 
-        `code.InteractiveInterpreter` and IDLE show it there only if `sys.excepthook` is Python's own.
+        `code.InteractiveInterpreter` and IDLE show errors in their window only if `sys.excepthook` is Python's own.
         """
         show = None
         if self._module is sys and sys.excepthook is self and self._previous is sys.__excepthook__:
@@ -571,7 +579,7 @@ def _without_hook() -> Callable[[], object] | None:
 
 
 class _Installed:
-    """The arguments of `install`, and the hooks that it set."""
+    """The arguments of one `install` call, and the hooks that the call set."""
 
     def __init__(
         self, read: Callable[[], OomContext], sinks: tuple[Callable[[Report], None], ...], clock: Callable[[], float]

@@ -1,11 +1,11 @@
-"""One refused request, from the allocator that refused it to the report and the timeline. Pure except for two locks.
+"""Counts refused requests, reports them as timeline events, and finds the figures for a report. Pure but for a lock.
 
-The guard adds its figures and an id to the adapter's `RefusedRequest`. The exception carries the id too.
-`RefusalCounts` counts it for the ledger and the metrics, `RefusalEvents` makes the timeline's events, and `record_of`
-finds the record of an exception. The other functions choose the figures of a report. When an exception reaches a hook
-or a block, the failing code may have freed its memory. So the report takes the figures of the refusal from the best
-available source: the record (of memguard's own allocators and torch's observer), the error's text, the framework's
-peak, or the monitor's last sample.
+The guard adds memory figures and an id to the `RefusedRequest` that a framework's adapter creates. memguard's own
+allocators also store the id in the exception. `RefusalCounts` counts requests for the ledger and the metrics,
+`RefusalEvents` creates the timeline's events, and `record_of` finds the recorded request of an exception. The other
+functions choose the figures of a report. When an exception reaches memguard, the failing code may already have freed
+memory. So the report takes the figures of the refusal from the best available source: the recorded request (from
+memguard's own allocators and torch's observer), the error's text, the framework's peak, or the monitor's last sample.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ if TYPE_CHECKING:  # diagnosis is imported at the first error
     from memguard._oom.classify import Classification, ErrorFacts
 
 EVERY = 10.0
-"""Seconds between two events of one framework on one GPU: a program may probe batch sizes thousands of times."""
+"""Seconds between two events of one framework on one GPU, because a program may probe thousands of batch sizes."""
 _KEPT = 256
-"""The most stored ids of requests with an event, and times of events. Only recent requests still get a report."""
+"""Maximum number of stored request ids, and of stored event times. Only recent requests can still get a report."""
 _DIFFERS = 64 * MIB
-"""Figures that differ by less than this, or by less than a fiftieth, count as equal in a report."""
+"""Bytes. Figures that differ by less than `_DIFFERS`, or by less than 2%, count as equal in a report."""
 _ROUNDED = Fraction(6, 1000)
-"""The rounding of a text with two decimals: `1.00 GiB` may be off by half a per cent."""
+"""Relative tolerance for a size printed with two decimals: `1.00 GiB` may be off by half a per cent."""
 
 
 class RefusalCounts:
     """The number of each framework's refused requests on each GPU (UUID), and the last such request.
 
-    Counts without a lock, also within an allocation.
+    Takes no lock, because it counts within the failing allocation.
     """
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], _Count] = {}
 
     def add(self, request: RefusedRequest) -> None:
-        """Count one request, once."""
+        """Count one request."""
         if request.uuid is None:
             return
         known = self._counts.setdefault((request.framework, request.uuid), _Count())
         known.count, known.last = next(known.numbers), request
 
     def on(self, uuid: str, reporting: Iterable[str]) -> dict[str, tuple[int, float | None]]:
-        """The count and last time by framework, on one GPU. Frameworks not in `reporting` are included only after a
-        refusal."""
+        """The number of refused requests and the time of the last one, by framework, on one GPU. Includes frameworks
+        that are not in `reporting` only after a refusal."""
         found: dict[str, tuple[int, float | None]] = dict.fromkeys(reporting, (0, None))
         for (name, where), known in [*self._counts.items()] if self._counts else ():
             if where == uuid and known.last is not None:
@@ -64,7 +64,7 @@ class RefusalCounts:
         return found
 
     def totals(self) -> dict[tuple[str, str], int]:
-        """The counts by framework and UUID."""
+        """The number of refused requests by framework and GPU UUID."""
         return {key: known.count for key, known in [*self._counts.items()]}
 
 
@@ -76,7 +76,7 @@ class _Count:
 
 
 class _Waiting:
-    """The requests since the last event, which the next event counts together."""
+    """The refused requests since the last event, which the next event reports as one."""
 
     def __init__(self, since: float) -> None:
         self.since, self.count = since, 0
@@ -85,25 +85,25 @@ class _Waiting:
 
 
 class RefusalEvents:
-    """Convert refused requests to timeline events: the first at once, later ones aggregated in intervals of `EVERY`.
+    """Convert refused requests to timeline events: the first immediately, later requests as one event per `EVERY`
+    seconds.
 
-    Readers join an out-of-memory report with the event that counts its request. The event itself cannot carry the ids
-    of its requests, because memguard 0.1.0 refuses an event with an unknown field. So each event gets a unique time,
-    and the report names its request's id and that time.
+    A timeline reader matches each out-of-memory report to the event that counts the report's request. An event cannot
+    contain request ids, because memguard 0.1.0 refuses an event with an unknown field. So each event gets a unique
+    time, and a report contains the request's id and the event's time.
 
-    Thread-safe. Its lock is re-entrant, because a signal handler may interrupt its holder, and is held for a few lines
-    only.
+    Thread-safe. The lock is re-entrant, because a signal handler may interrupt the thread that holds the lock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._lock = clock, threading.RLock()
         self._waiting: dict[tuple[str, str | None], _Waiting] = {}
         self._events: dict[str, float] = {}
-        """The time of the event that counts a request, by the request's id."""
+        """Maps a request's id to the time of the event that counts the request."""
         self._times: deque[float] = deque(maxlen=_KEPT)
 
     def refused(self, request: RefusedRequest) -> list[Event]:
-        """The events to write now."""
+        """Add one request. Returns the events to write to the timeline."""
         key = request.framework, request.uuid
         with self._lock:
             waiting = self._waiting.get(key)
@@ -115,7 +115,8 @@ class RefusalEvents:
             return self._due(False)
 
     def forked(self) -> None:
-        """In a forked child, drop the parent's events and replace the lock, which another thread may have held."""
+        """In a forked child, drop the parent's pending events and replace the lock, which another thread may have
+        held."""
         self._lock, self._waiting = threading.RLock(), {}
 
     def due(self, everything: bool = False) -> list[Event]:
@@ -130,7 +131,7 @@ class RefusalEvents:
         return None if request is None else self._events.get(request)
 
     def _counted(self, request: RefusedRequest, count: int, ids: Iterable[str | None]) -> Event:
-        """The event, with a unique time. A timeline's times are whole milliseconds."""
+        """Create an event with a unique time, in whole milliseconds as in a timeline."""
         when = round(request.time, 3)
         while when in self._times:
             when = round(when + 0.001, 3)
@@ -176,11 +177,12 @@ def record_of(
     pid: int,
     thread: int,
 ) -> int | None:
-    """The number of the error's record; None if there is none. `records` are those without an error so far.
+    """The number of the recorded request that caused the error; None if none is recorded. `records`: the recorded
+    requests whose error has not been seen yet, by number.
 
-    memguard's own allocators mark their errors. The observers of other allocators report only framework and size. Of
-    several matching records, the newest of this thread is used; without one the newest of any thread, because
-    `backward` allocates on its own thread.
+    memguard's own allocators store the number in their errors. Observers of other allocators report only framework and
+    size. Of several matching requests, the newest of `thread` is used, or else the newest of any thread, because
+    `backward` allocates on another thread.
     """
     marked = facts.attributes.get(RECORD)
     if isinstance(marked, str) and marked.startswith(f"{pid}:"):
@@ -203,7 +205,7 @@ def _same(exact: int | None, printed: int | None) -> bool:
 
 
 def from_text(facts: ErrorFacts, classification: Classification, time: float) -> RefusedRequest | None:
-    """The figures in the error's text, by the patterns of the framework's spec; None if there are none."""
+    """The figures in the error's text, found by the patterns in the framework's spec; None if the text has none."""
     spec = SPECS.get(classification.requester or "")
     found: dict[str, Any] = {}
     for field, pattern in spec.figures if spec is not None else ():
@@ -239,10 +241,11 @@ def from_sample_or_peak(
     samples: Sequence[Sample],
     time: float,
 ) -> RefusedRequest | None:
-    """The figures for an error that has none: the last sample or the peak; None if neither explains the error.
+    """Figures from the last sample or the peak, for an error without recorded figures or figures in its text; None if
+    neither source adds information.
 
     need  the bytes that the request needed under the requester's cap
-    peak  the requester's largest use on this GPU so far
+    peak  the requester's peak of bytes in use on this GPU
     """
     row = next((row for row in gpu.rows if row.kind == "framework" and row.name == classification.requester), None)
     seen = next((d for d in samples[-1].devices if d.uuid == gpu.device.uuid), None) if samples else None
@@ -260,7 +263,7 @@ def from_sample_or_peak(
             row.name, "sample", samples[-1].time, gpu.device.uuid, classification.requested, last.held, last.in_use,
             last.reclaimable, free=seen.free,
         )  # fmt: skip
-    # A pool that shrinks may have held less at the refusal.
+    # Only for a pool that never shrinks: any other pool may have held less at the refusal.
     if peak is not None and row.name in NEVER_GIVE_BACK and peak >= (row.in_use or 0):
         held = row.bytes if row.at_least is None else None
         held = max(held, peak) if held is not None else None
@@ -276,9 +279,9 @@ def _more(then: int | None, now: int | None) -> bool:
 
 
 def complete(request: RefusedRequest, other: RefusedRequest | None) -> RefusedRequest:
-    """The request with its missing fields from `other`, and with the larger of both figures for bytes in use.
+    """Fill the missing fields of `request` from `other`. `in_use` is the larger of both figures.
 
-    PyTorch's text counts idle memory in the pools of CUDA graphs as in use; its counters do not.
+    PyTorch's text counts idle memory in the pools of CUDA graphs as in use; PyTorch's counters do not.
     """
     if other is None:
         return request
@@ -290,8 +293,8 @@ def complete(request: RefusedRequest, other: RefusedRequest | None) -> RefusedRe
 
 
 def rows_at(gpu: DeviceLedger, request: RefusedRequest) -> DeviceLedger:
-    """The rows of one GPU, with the requester's and the free memory as of the refusal. Memory that the requester has
-    returned since then was not free at the refusal.
+    """The ledger rows of one GPU, with the requester's memory and the free memory as of the refusal. Memory that the
+    requester has returned since the refusal is not counted as free.
     """
     rows, returned = [], 0
     for row in gpu.rows:
@@ -313,11 +316,11 @@ def _row(row: Row, request: RefusedRequest) -> Row:
     """The requester's row at the refusal. Fields that the request lacks become unknown, because current figures do not
     apply."""
     if request.cap is not None and row.cap is not None and request.cap < row.cap:
-        row = replace(row, cap=request.cap)  # a limit that the user set
+        row = replace(row, cap=request.cap)  # the user set a lower limit
     if request.held is None and request.in_use is None:
         return row
     held, in_use = request.held, request.in_use
-    if held is None:  # the bytes in use are its lower bound
+    if held is None:  # `in_use` is a lower bound of `held`
         held = max(row.bytes or 0, in_use or 0)
     if row.at_least is not None:
         return replace(row, bytes=held, at_least=held, in_use=in_use)
@@ -326,7 +329,8 @@ def _row(row: Row, request: RefusedRequest) -> Row:
 
 
 def changes_since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled: int | None = None) -> str:
-    """The change of the figures since the refusal, as the end of a sentence; empty without a change or current figures.
+    """The end of a sentence that states how the figures changed since the refusal; empty without a change or without
+    `now`.
 
     pooled  bytes in use at the refusal that no current figure counts
     """

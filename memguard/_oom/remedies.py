@@ -18,7 +18,7 @@ from memguard._oom.classify import Classification
 from memguard.errors import MemguardError
 
 _WORTH = 16 * MIB
-"""A remedy that gains less is not worth showing."""
+"""Minimum bytes that a trim must gain to be listed as a remedy."""
 _OTHER_MEMORY = {
     "pinned": (
         "use fewer or smaller page-locked buffers (pin_memory, prefetching)",
@@ -87,7 +87,7 @@ def _trims(case: Case) -> Iterator[Remedy]:
         if row.name not in NEVER_GIVE_BACK and size is not None and size >= _WORTH:
             sizes[row.name] = row, size
     for name, (row, size) in sorted(sizes.items(), key=lambda item: -item[1][1]):
-        # `memguard.trim` knows only the frameworks of the budget.
+        # `memguard.trim` accepts only frameworks of the budget.
         own = (SPECS[name].own_trim if name in SPECS else "memguard.trim()") or f"its own call, in {name},"
         call = f"memguard.trim({name!r})" if row.cap is not None else own
         if row.reclaimable is None:
@@ -103,7 +103,7 @@ def _processes(case: Case) -> Iterator[Remedy]:
     for size, pid in known[:2]:
         if size >= WORKSPACE:
             yield Remedy(f"process {pid} holds {format_size(size)} of {where}: end it{other}", size)
-    if case.unified:  # NVML lists no CPU programs, and no processes at all on a Jetson
+    if case.unified:  # NVML lists no CPU programs, and on a Jetson no processes
         yield Remedy(
             "other programs use this memory too, those of the CPU as well: free -h and top show which; end some"
         )
@@ -134,7 +134,8 @@ def _unaccounted(case: Case) -> Iterator[Remedy]:
 
 
 def _higher_cap(case: Case) -> Iterator[Remedy]:
-    """Raise the cap so that the request fits, if the plan has room on every GPU; else lower another cap for it."""
+    """Raise the cap so that the request fits. If the plan has no room for this on every GPU, also lower another cap or
+    raise `device.limit`."""
     row, device_plan, plan = case.row, case.device_plan, case.plan
     if row is None or device_plan is None or plan is None or row.name not in device_plan.caps:
         return
@@ -149,13 +150,13 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
         own, most = format_size(row.cap), format_size(cap)
         yield Remedy(f"{name}'s own limit of {own} is stricter than its cap of {most}: raise or remove that limit")
         return
-    # Allocators round up, PyCUDA's bins by up to a sixteenth. Unknown bytes in use are at most the whole cap.
+    # Allocators round sizes up, PyCUDA by up to a sixteenth. If the bytes in use are unknown, assume the whole cap.
     requested, taken = case.classification.requested, cap if case.not_reusable is None else case.not_reusable
     wanted = round_up(taken + case.needed + (requested or 0) // 16)
     if requested is None and case.refused_by_cap:  # the headroom was too small, and the request's size is unknown
         wanted = max(wanted, round_up(cap + WORKSPACE))
     least, gain = ("at least ", None) if requested is None else ("", wanted - cap)
-    # A share may be rounded down by a granule, so one granule is reserved for each of the others.
+    # A share may be rounded down by a granule, so one granule is reserved for each other framework.
     spare = {p.device.uuid: _highest_cap(p, name) - GRANULE * (len(p.caps) - 1) for p in plan.devices}
     if wanted <= cap:
         return
@@ -168,11 +169,11 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
             held = Counter[str]()
             for r in case.frameworks:
                 held[allocator_of(device_plan, r.name)] += r.bytes or 0
-            # Exclude memory lent to elastic frameworks, and memory that others hold above their caps.
+            # Exclude memory lent to elastic frameworks, and memory that other frameworks hold above their caps.
             now = wanted <= min(policy.highest_cap(p, name, held if p is device_plan else {}) for p in plan.devices)
             later = f", or memguard.resize({name!r}, '{wanted // MIB}MiB')" if now else ""
         setting = _share(plan, device_plan, wanted, spare, least) or f"limit to {least}{wanted // MIB}MiB"
-        if case.budget is not None and case.budget.frameworks[name].min is not None:  # only its min is guaranteed
+        if case.budget is not None and case.budget.frameworks[name].min is not None:  # the cap is elastic
             setting = f"min to {least}{wanted // MIB}MiB"
         yield Remedy(f"raise frameworks.{name}.{setting}{later}", gain)
         return
@@ -207,7 +208,7 @@ def _guaranteed(device_plan: DevicePlan, name: str) -> int:
 
 
 def _highest_cap(device_plan: DevicePlan, name: str) -> int:
-    """The highest cap of a framework that leaves the others their guaranteed bytes."""
+    """The highest cap of a framework that leaves the other allocators their guaranteed bytes."""
     return (
         device_plan.limit
         - device_plan.reserve
@@ -220,7 +221,8 @@ def _setting(device_plan: DevicePlan, name: str, bound: str) -> str:
 
 
 def _wider_bounds(device_plan: DevicePlan, name: str, wanted: int, least: str, gain: int | None) -> Iterator[Remedy]:
-    """Raise the bounds of an elastic share. A higher max is useless if other frameworks use the unlent memory."""
+    """Raise the bounds of an elastic share: its max, or its min if other frameworks have borrowed the memory below its
+    max."""
     size = f"{least}{wanted // MIB}MiB"
     if wanted > device_plan.elastic[name][1]:
         yield Remedy(f"raise frameworks.{name}.max to {size}", gain)
@@ -235,7 +237,8 @@ def _wider_bounds(device_plan: DevicePlan, name: str, wanted: int, least: str, g
 
 
 def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
-    """Raise `device.limit` to the smallest value under which the request fits. Shares grow with it, so plan again."""
+    """Raise `device.limit` to the smallest value under which the request fits. Shares grow with the limit, so the
+    budget is planned again."""
     budget, device_plan, row = case.budget, case.device_plan, case.row
     assert budget is not None and device_plan is not None and row is not None
     name, cap = row.name, device_plan.caps[row.name]
@@ -245,7 +248,7 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
     fixed = sum(round_down(one) for one in parts if isinstance(one, int))
     own = budget.frameworks[name].share
     rooms: list[tuple[Fraction, dict[str, int]]] = []
-    if own is not None:  # its share grows with the limit; one granule more covers rounding down
+    if own is not None:  # the share grows with the limit; add one granule for rounding down
         rooms.append(((wanted + GRANULE) / Fraction(own), {}))
     if shares < 1:
         rooms.append((Fraction(wanted + fixed) / (1 - shares), {name: wanted}))
@@ -263,8 +266,8 @@ def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
 
 
 def _replanned_cap(case: Case, wanted: int, caps: Mapping[str, int], limit: int | None = None) -> int | None:
-    """The requester's cap on this GPU if the budget had these caps and this limit; None if that budget cannot be
-    planned, or if the cap is below `wanted`."""
+    """The requester's cap on this GPU if the budget had the caps `caps` and the limit `limit`; None if such a budget
+    cannot be planned, or if the requester's cap is below `wanted`."""
     budget, device_plan, row, plan = case.budget, case.device_plan, case.row, case.plan
     assert budget is not None and device_plan is not None and row is not None and plan is not None
     written = budget.model_dump(exclude_none=True)
@@ -286,7 +289,8 @@ def _replanned_cap(case: Case, wanted: int, caps: Mapping[str, int], limit: int 
 
 
 def _share(plan: Plan, device_plan: DevicePlan, wanted: int, spare: Mapping[str, int], least: str = "") -> str | None:
-    """The smallest share, in whole per cent or tenths, that gives `wanted` bytes here and fits every GPU."""
+    """The smallest share, in whole per cent or tenths of a per cent, that gives `wanted` bytes on this GPU and fits
+    every GPU."""
     room = device_plan.limit - device_plan.reserve
     for digits in (1, 10):
         share = Fraction(ceil(Fraction(100 * digits * wanted, room)), 100 * digits)
@@ -296,7 +300,7 @@ def _share(plan: Plan, device_plan: DevicePlan, wanted: int, spare: Mapping[str,
 
 
 def _defragment(case: Case) -> Iterator[Remedy]:
-    """Remedies for fragmentation."""
+    """The remedy for a fragmented cache."""
     assert case.row is not None
     name, size = case.row.name, case.fragmented_cache
     advice = SPECS[name].unfragment
@@ -309,7 +313,7 @@ def _defragment(case: Case) -> Iterator[Remedy]:
 
 
 def _use_less(case: Case, reason: str) -> Iterator[Remedy]:
-    """Use less memory, which always helps; or check another possible cause."""
+    """Use less memory, or check another possible cause."""
     row = case.row
     if reason == "unknown" and not case.classification.certain and not case.classification.refused:
         yield Remedy("page-locked host memory gives the same error: check pin_memory and ulimit -l")

@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 __all__ = ["Classification", "ErrorFacts", "MemoryHolder", "Reason", "Remedy", "Report", "classify", "diagnose"]
 
 LINES, WIDTH = 14, 80
-"""The most lines and columns of a printed report."""
+"""Maximum number of lines and of columns of a printed report."""
 _SHOWN = 4
-"""The most holders in a printed report. Its JSON has all."""
+"""Maximum number of memory holders in a printed report. The JSON form lists all."""
 _GROWTH = 64 * MIB
-"""The smallest growth before the error that is reported."""
+"""Minimum growth of a framework's memory, in bytes, that the report mentions."""
 
 
 @dataclass(frozen=True)
 class MemoryHolder:
-    """A holder of this GPU's memory: `kind` is framework, process, overhead or unaccounted.
+    """One holder of GPU memory. `kind` is framework, process, overhead or unaccounted.
 
     `cached` and `reclaimable` are known for frameworks only; None if unknown. `upper_bound`: the framework does not
-    report its bytes, and holds at most `bytes`. No other row contains them.
+    report its bytes, and holds at most `bytes`, which no other holder includes.
     """
 
     kind: str
@@ -59,13 +59,13 @@ class MemoryHolder:
 class Report:
     """The report on one error. `print` it, or use `as_dict()` / `to_json()`. It never holds the exception itself.
 
-    `requester` is the requester in words (`cublas, through cupy`), `error` a short text, `why` the cause in one
-    sentence. `holders` are sorted, largest first. `processes` has the bytes of the other processes on that GPU by PID,
-    None if NVML does not report them.
+    `requester` is a text (`cublas, through cupy`), `error` a short text, `why` the cause in one sentence. `holders` are
+    sorted, largest first. `processes` has the bytes of the other processes on the GPU `uuid` by PID, None if NVML does
+    not report these bytes.
 
     `moment` has the figures of the refusal. It is None if only the figures of `ledger` are known, which memguard read
-    when it handled the error. `caught`: the refusal is known from its record; its error did not leave a block or the
-    program.
+    when it handled the error. `caught`: True if the program caught the error, so that the report is made from the
+    recorded request.
     """
 
     time: float
@@ -85,7 +85,7 @@ class Report:
 
     @property
     def simulated(self) -> bool:
-        """Whether the GPU is simulated."""
+        """True if the GPU is simulated."""
         return self.ledger is not None and self.ledger.simulated
 
     def as_dict(self) -> dict[str, Any]:
@@ -156,11 +156,11 @@ class Report:
         return f"<pre>{html.escape(full_text(self))}</pre>"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """The text that IPython shows in a terminal."""
+        """Print the report in IPython's terminal."""
         printer.text(str(self))
 
     def _lines(self) -> list[tuple[str, str, str]]:
-        """The style, label and text of each line. Includes as many of the best remedies as fit."""
+        """The style, label and text of each line. Includes the best remedies, as many as fit in `LINES`."""
         lines = [("bold red", "", textwrap.shorten(f"memguard: {self.title}", WIDTH, placeholder="…"))]
         lines += _wrap("error", self.error, 1)
         gpu = next((gpu for gpu in self.ledger.devices if gpu.device.uuid == self.uuid), None) if self.ledger else None
@@ -185,7 +185,8 @@ class Report:
 
 
 def full_text(report: Report) -> str:
-    """The whole report, for a log, a file or another process. `str` is for `print`: it fits standard output."""
+    """The report as text for a log, a file or another process. `str(report)` also replaces characters that standard
+    output cannot encode."""
     return "\n".join(visible(label + text) for _, label, text in report._lines())
 
 
@@ -206,13 +207,13 @@ def diagnose(
 ) -> Report:
     """The report on one exception, or on a refused request whose exception the program has caught.
 
-    ledger     read while the exception is alive; for a caught exception, read at the refusal
+    ledger     read while the exception exists; for a caught exception, read at the refusal
     processes  other processes' bytes by device UUID and PID
     samples    the monitor's last samples, oldest first
     time       seconds, as `time.time()`
-    budget     the source of `plan`; without it no remedy changes `device.limit`
+    budget     the budget of `plan`; if None, no remedy changes `device.limit`
     peaks      each framework's peak of bytes in use, by device UUID and name
-    recorded   the record of the refusal; `then` is a ledger read at the same time
+    recorded   the recorded request; `then` is a ledger read at its refusal
     """
     raised = family(facts)
     requester = classification.requester or "unknown"
@@ -270,8 +271,8 @@ def _rows_at_refusal(
     peaks: Mapping[str, int],
     time: float,
 ) -> tuple[DeviceLedger, RefusedRequest | None]:
-    """The GPU's rows at the refusal, and the figures that they are from; the current rows and None if no figures are
-    known."""
+    """The GPU's ledger rows at the refusal, and the request that supplied the figures; without such figures, the
+    current rows and None."""
     from_text = refusal.from_text(facts, classification, time)
     uuid = gpu.device.uuid
     if recorded is not None:
@@ -311,7 +312,7 @@ def _holders(case: Case) -> tuple[MemoryHolder, ...]:
         if row.kind in ("framework", "overhead") and row.bytes is not None and row.bytes > 0
     ]
     rest = case.gpu.row("unaccounted").bytes or 0
-    if case.gpu.process is not None:  # the figure would include other processes' memory
+    if case.gpu.process is not None:  # otherwise `unaccounted` includes other processes' memory
         most = {row.name: min(row.at_most or rest, rest) for row in case.frameworks if row.bytes is None and rest > 0}
         found += [MemoryHolder("framework", name, size, upper_bound=True) for name, size in most.items()]
         rest -= sum(most.values())
@@ -340,7 +341,7 @@ def _described(holder: MemoryHolder, requester: str | None) -> str:
 
 
 def _growth(samples: Sequence[Sample], uuid: str | None) -> str:
-    """The framework with the largest growth over the samples."""
+    """A text that names the framework whose memory grew most over the samples; empty if none grew by `_GROWTH`."""
     seen = [
         (sample.time, {name: row.in_use if row.held is None else row.held for name, row in device.frameworks.items()})
         for sample in samples
@@ -359,7 +360,7 @@ def _growth(samples: Sequence[Sample], uuid: str | None) -> str:
 
 def _short(facts: ErrorFacts) -> str:
     """The type of the exception and the line of its text about memory, in at most 200 characters."""
-    text = re.sub(r"\{\{[^{}]*\}\}\s*", "", facts.text)  # TensorFlow's node names
+    text = re.sub(r"\{\{[^{}]*\}\}\s*", "", facts.text)  # remove TensorFlow's node names
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = next((line for line in lines if re.search(r"memory|alloc|\boom\b", line, re.IGNORECASE)), "")
     line = telling or (lines[0] if lines else "")
@@ -369,7 +370,7 @@ def _short(facts: ErrorFacts) -> str:
 
 
 def _wrap(label: str, text: str, most: int, style: str = "") -> list[tuple[str, str, str]]:
-    """The text in at most `most` lines, with the label before the first."""
+    """Wrap the text to at most `most` lines, with the label before the first line."""
     indent = 9
     lines = textwrap.wrap(text, WIDTH - indent, max_lines=most, placeholder=" …")
     return [(style, f"  {label if not number else '':<{indent - 2}}", line) for number, line in enumerate(lines)]
