@@ -165,7 +165,7 @@ class Admission:
     def begin(
         self, name: str, framework: str, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """Begin a workload that reserves `needs` bytes until it ends. Blocks the calling thread for at most `wait`."""
+        """Begin a workload that reserves `needs` until it ends. Blocks the calling thread for at most `wait`."""
         report, ticket = WorkloadReport(name, framework), None
         work = self._workload_request(report, needs, wait)
         if work is None:
@@ -306,8 +306,8 @@ class Admission:
             )
 
     def _reserve(self, work: _Work, snapshots: Sequence[Snapshot]) -> bool:
-        """Add the reservation by compare-and-swap. Returns False if reservations or caps have changed since
-        `snapshots`."""
+        """Add the reservation by compare-and-swap. Returns False if reservations or caps have changed since `snapshots`
+        were read."""
         in_use = {snapshot.device_plan.device.uuid: snapshot.in_use.get(work.framework) for snapshot in snapshots}
         covered = all(snapshot.result.covered for snapshot in snapshots)
         reservation = work.reservation._replace(since=time.monotonic(), size=0 if covered else work.needed)
@@ -508,8 +508,8 @@ class Admission:
 
 
 def _at_most(framework: str, snapshot: Snapshot, again: Callable[..., Snapshot]) -> Snapshot:
-    """Choose the snapshot that the error reports. If even the elastic framework's highest possible cap refuses the
-    request, this is a reading with that cap; otherwise `snapshot`."""
+    """Choose the snapshot that the error reports: if even an elastic framework's highest possible cap refuses the
+    request, a reading with that cap; otherwise `snapshot`."""
     if framework not in snapshot.device_plan.elastic:
         return snapshot
     most = again(cap=refusals.highest_cap(snapshot.device_plan, framework))
@@ -517,7 +517,8 @@ def _at_most(framework: str, snapshot: Snapshot, again: Callable[..., Snapshot])
 
 
 def _contended(work: _Work, snapshot: Snapshot) -> BudgetExceeded:
-    """The error if memory was free at each attempt, but another thread changed reservations or caps each time."""
+    """The error if memory was free at each attempt, but another thread changed reservations or caps before the
+    compare-and-swap."""
     reason = (
         f"{work.framework} needs {format_size(work.needed)}, and other threads changed reservations or caps "
         f"{_MAX_ATTEMPTS} times while this one tried to reserve it"

@@ -53,12 +53,13 @@ class Callbacks:
 
     def __init__(self) -> None:
         self.event: Callable[[Event], None] | None = None
-        """Called when a cap is no longer enforced, or is enforced again. Runs on the detecting thread, without the
-        guard's lock."""
+        """Called when a cap is no longer enforced, or is enforced again. Runs on the thread that detected the change,
+        without the guard's lock."""
         self.checkpoint: Callable[[], None] | None = None
         """Called at the start of `require` and `workload`, on the user's thread. May raise UnderPressure."""
         self.workload: Callable[[WorkloadReport, float, str | None], None] | None = None
-        """Called at a workload's end, with its report, its seconds and the class name of its error (None: no error)."""
+        """Called at a workload's end, with the report, the duration in seconds and the class name of the error (None
+        without one)."""
         self.refusal: Callable[[RefusedRequest], None] | None = None
         """Called within the failing allocation when an allocator has refused a request."""
         self.stop: Undo | None = None
@@ -167,7 +168,7 @@ class CapTable:
         raise KeyError(uuid)
 
     def planned(self, device: Device) -> DevicePlan:
-        """The plan of that GPU. Raises MemguardError if the budget does not include the GPU."""
+        """The plan of the GPU `device`. Raises MemguardError if the budget does not include the GPU."""
         for device_plan in self.plan.devices:
             if device_plan.device.uuid == device.uuid:
                 return device_plan
@@ -212,8 +213,8 @@ class CapTable:
             self._resize_version += self._resize_version % 2  # odd only while a resize runs
 
     def lower_to_min(self, name: str) -> None:
-        """Lower the planned cap of an elastic framework whose allocator cannot change its cap to the min, so that other
-        frameworks can use the difference."""
+        """Set the planned cap of an elastic framework to its min, because its cap cannot change. Other frameworks can
+        then borrow the difference."""
         for device_plan in self.plan.devices:
             if name in device_plan.elastic:
                 self.plan = policy.with_cap(self.plan, device_plan.device.uuid, name, device_plan.elastic[name][0])
@@ -221,7 +222,8 @@ class CapTable:
     # the frameworks
 
     def install(self, entries: dict[str, CappedFramework]) -> None:
-        """Replace the mappings of frameworks and allocators. Other threads may still iterate over the old ones."""
+        """Replace the mappings of frameworks and allocators. The old mappings are not modified, because other threads
+        may be iterating over them."""
         self.frameworks = {name: entry.framework for name, entry in entries.items()}
         allocators: dict[str, Allocator] = {name: one for name, one in self.frameworks.items() if not one.pooled}
         if self.shared_pool is not None and entries:
@@ -235,7 +237,7 @@ class CapTable:
         return self.allocators.get(shared_pool.allocator_of(device_plan, framework)) or self.framework(framework)
 
     def allocator(self, name: str) -> Allocator:
-        """The allocator or framework of that name, for a trim."""
+        """The allocator or framework called `name`, for a trim."""
         return self.allocators.get(name) or self.frameworks[name]
 
     def usages(self, device: Device) -> dict[str, Usage | None]:
@@ -394,7 +396,7 @@ class CapTable:
 
 
 def size_of(size: int | str) -> int:
-    """Parse a size into bytes. Raises MemguardError if it is not a size."""
+    """Parse a size into bytes. Raises MemguardError if `size` cannot be parsed."""
     try:
         return parse_size(size)
     except ValueError as error:

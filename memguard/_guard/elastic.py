@@ -53,7 +53,7 @@ class ElasticCaps:
         self._elastic = any(device_plan.elastic for device_plan in caps.plan.devices)
         self.reclaimer = Reclaimer(caps, workloads)
         self.trims: Counter[tuple[str, str]] = Counter()
-        """Number of trims by framework and GPU (UUID). Guarded by the guard's lock."""
+        """Number of trims by framework and GPU (UUID). Protected by the guard's lock."""
         self._thread = threading.local()
         """`last_shortage`: the last `Shortage` on this thread, and the reason why memguard freed no memory for this
         shortage (None if it freed memory)."""
@@ -266,16 +266,16 @@ class ElasticCaps:
             raise
 
     def why_trim_forbidden(self) -> WhyNoHelp | None:
-        """The reason why this thread must not free GPU memory; None if it may.
+        """The reason why the calling thread must not free GPU memory; None if it may free memory.
 
         On a thread that memguard started (where an `on_event` or `on_sample` callback may trim), nothing is freed while
         NCCL communicators exist. Freeing synchronizes with all work on the GPU, including collectives that wait for
-        other ranks. It also holds the allocator's lock, for which the thread that launches the next collective may be
-        waiting. The program's own threads may trim outside a CUDA graph capture, because either the program requested
-        the trim, or its allocation would fail without the trim (PyTorch itself frees its cache in that case). Changing
-        a cap frees no memory and is always allowed.
+        other ranks. While it waits, the freeing thread holds the allocator's lock, for which the thread that launches
+        the next collective may be waiting. The program's own threads may trim outside a CUDA graph capture, because
+        either the program requested the trim, or its allocation would fail without the trim (PyTorch itself frees its
+        cache in that case). Changing a cap frees no memory and is always allowed.
         """
-        if self._caps.suspended is not None:  # a process that captures or has communicators is never suspended
+        if self._caps.suspended is not None:  # a suspended process has no capture or communicators
             return None
         if self.capturing():
             return _CAPTURING

@@ -107,8 +107,8 @@ def of_sample(sample: Sample, plan: Plan, simulated: bool) -> Reclaimable:
 
 
 def _of_frameworks(found: Mapping[str, FrameworkSample]) -> tuple[FrameworkReclaimable, ...]:
-    """Sorted by reclaimable bytes, largest first. Omits samples that are neither of a framework nor of a pool, such as
-    the sample of `memguard.exchange`."""
+    """Convert samples to `FrameworkReclaimable`, sorted by reclaimable bytes, largest first. Omits samples that are
+    neither of a framework nor of a pool, such as the sample of `memguard.exchange`."""
     asked = {*SPECS, POOL}
     lines = [_of(name, usage) for name, usage in found.items() if name in asked or usage.cap is not None]
     return tuple(sorted(lines, key=lambda one: (one.reclaimable is None, -(one.reclaimable or 0), one.framework)))

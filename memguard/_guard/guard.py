@@ -65,13 +65,14 @@ _WSL_WARNING = (
     "fix: keep device.limit below what Windows leaves free on the GPU; `memguard doctor --explain sysmem-fallback`"
 )
 _IMPORT_LOCK_TIMEOUT = 5.0
-"""Seconds that a framework's import waits for the guard's lock before the cap is set later."""
+"""Seconds that a framework's import waits for the guard's lock. After that, the cap is set later."""
 _SAMPLES_PER_CHECK = 10
 """Number of samples between two checks whether other code changed a cap. A check adds one call into each framework."""
 
 
 class AdmissionOnDemand:
-    """Creates the admission control of one budget at the first request, so that `init` need not import that code."""
+    """Creates the admission control of one budget at the first request, so that `init` need not import
+    `_guard.admission`."""
 
     def __init__(self, make: Callable[[], Admission]) -> None:
         self._make = make
@@ -150,7 +151,7 @@ class Guard:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force. `resize` and elastic caps change it."""
+        """The plan in force. `resize` and elastic caps replace the plan."""
         return self.caps.plan
 
     @plan.setter
@@ -179,8 +180,8 @@ class Guard:
 
     @property
     def undone(self) -> bool:
-        """True if every change is undone. After an interrupted `start` or `stop` some are not, and another `stop`
-        undoes them."""
+        """True if every change is undone. False after an interrupted `start` or `stop`, until another `stop` undoes the
+        rest."""
         before = self.callbacks.stop
         return self.caps.stopped and self.undo.done and (before is None or before.done)
 
@@ -194,8 +195,8 @@ class Guard:
             if self._real_imports is not None:
                 self.undo.add("the notice about real frameworks", self._real_imports.stop)
                 self._real_imports.start()
-            # `state` waits for a running import in another thread, whose hook may wait for the guard's lock. So read
-            # the state before the hooks are installed, and again later without the lock.
+            # `state` waits for a running import in another thread, whose import hook may wait for the guard's lock. So
+            # read the state before the hooks are installed, and again later without the lock.
             entries = {name: CappedFramework(caps.create(name)) for name in self.budget.frameworks}
             for name, entry in entries.items():
                 entry.framework.on_warning = functools.partial(caps.note_conflicting_setting, name)
@@ -381,7 +382,7 @@ class Guard:
         usages: Mapping[str, Usage | None] = {}
         try:
             reading, processes = self.reader.read_unlocked(device_plan, caps.frameworks)
-        except MemguardError as error:  # a GPU is lost
+        except MemguardError as error:  # for example, a GPU is lost
             _log.debug("no reading at a refused request: %s", str(error))
             request = request._replace(cap=cap)
         else:
@@ -593,7 +594,7 @@ class Guard:
     def _cap_after_import(self, name: str) -> None:
         try:
             self._apply_imported(name)
-        except Exception as error:  # the import has ended, so this error cannot fail it
+        except Exception as error:  # log the error, because the import has already ended
             self.caps.entries[name].enforcement = Enforcement.WATCHED
             self.caps.lower_to_min(name)
             self.caps.warn(f"{name}: its cap could not be set after its import: {words_of(error)}")
@@ -680,7 +681,7 @@ class Guard:
 
     def _warn_where_busy(self) -> None:
         for warning, own in self.busy():
-            if self.budget.on_busy == "raise" and own is not None:  # if None, this process may hold the memory
+            if self.budget.on_busy == "raise" and own is not None:  # if None, this process may be the holder
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")

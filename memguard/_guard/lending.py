@@ -36,7 +36,7 @@ from memguard._frameworks.specs import NEVER_GIVE_BACK
 
 _STEP = 16
 """A raised cap rises further by 1/`_STEP` of its span (max − min), or by its borrowed bytes (cap − min) if that is
-more, as far as unused room allows. Without this, each further request would raise the cap again."""
+more, as far as unused room allows. Without this margin, each further request would raise the cap again."""
 _LOW = 64 * MIB
 """Minimum headroom (cap − held bytes) of a framework that cannot request room; 1/`_STEP` of the framework's max if that
 is more."""
@@ -81,7 +81,7 @@ class CapState(NamedTuple):
 class CapChange(NamedTuple):
     """The steps that raise a cap, in bytes.
 
-    `caps`: the changed caps, lowered ones first; empty if `trims` or `missing` is set. `trims`: the siblings to trim
+    `caps`: the changed caps, lowered caps first; empty if `trims` or `missing` is set. `trims`: the siblings to trim
     first, and the bytes of each; after a trim, the caller plans again. `missing`: the bytes that are not available.
     `live`, set only with `missing`: the bytes that each sibling holds in live arrays above its min, or above its cap if
     the cap is fixed.
@@ -144,7 +144,7 @@ def _raise_further(
 
 
 def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
-    """The caps that change at a monitor tick, lowered ones first, to fill the headroom of frameworks that cannot
+    """The caps that change at a monitor tick, lowered caps first, to fill the headroom of frameworks that cannot
     request room.
 
     Headroom comes from free room, and from unused memory of frameworks that can request room. If the free room is

@@ -80,7 +80,7 @@ class ReservationQueue:
         return self.current is EMPTY
 
     def forked(self) -> None:
-        """Drop all reservations and the parent's lock in a forked child."""
+        """In a forked child, drop all reservations and replace the lock inherited from the parent."""
         self.current, self._locked, self._tickets = EMPTY, LockedRunner(order=LockOrder.RESERVATIONS), {}
 
     def ticket(self) -> Ticket:
@@ -93,7 +93,7 @@ class ReservationQueue:
         then reads again."""
 
         def put() -> bool:
-            if self.current is before:  # CPython runs no signal handler between this test and the assignment
+            if self.current is before:  # CPython runs no signal handler before the assignment
                 self.current = after
                 return True
             return False

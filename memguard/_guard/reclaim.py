@@ -1,9 +1,9 @@
-"""Reclaim: makes room for one request by raising an elastic cap and trimming idle caches of siblings.
+"""Reclaim: makes room for one request by raising an elastic cap and trimming other frameworks' idle caches.
 
-`lending` computes the caps and the trims. Reclaim may run within the failing allocation, on the user's thread, which
-holds no lock of the requesting adapter. The returned bytes are measured as the decrease of this process's memory in
-NVML during a trim, because `torch.cuda.empty_cache()` silently does nothing in a capture or while a `MemPool` is in
-use.
+`lending` computes the caps and the trims. The siblings of a framework are the other frameworks of the budget on the
+same GPU. Reclaim may run within the failing allocation, on the user's thread, which holds no lock of the requesting
+adapter. The returned bytes are measured as the decrease of this process's memory in NVML during a trim, because
+`torch.cuda.empty_cache()` silently does nothing in a capture or while a `MemPool` is in use.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Reclaimer:
         """Raise the cap and trim siblings so that `requester` can take `needed` more bytes from the driver.
 
         `by_allocator`: the requester's allocator could not serve a request, and has already trimmed its own cache.
-        `full`: the driver refused the request, not the cap.
+        `full`: True if the driver refused the request although it fits under the cap.
         """
         uuid = device.uuid
         returned: dict[str, int] = {}
@@ -141,10 +141,10 @@ class Reclaimer:
         returned: dict[str, int],
         usages: dict[str, Usage | None],
     ) -> tuple[int, Mapping[str, int]]:
-        """Raise the cap for `needed` bytes. Returns `missing` and `live` as in `lending.CapChange`.
+        """Raise the cap for `needed` bytes. Returns the fields `missing` and `live` of `lending.CapChange`.
 
-        `usages` has figures by allocator. After a trim, the figures of the requesting and of the trimmed allocator are
-        read again.
+        `usages` has the usage of each allocator. After a trim, it is updated for the requesting and for the trimmed
+        allocator.
         """
         exhausted: set[str] = set()
         for _ in range(2 * len(self._caps.allocators) + 2):
@@ -185,8 +185,8 @@ class Reclaimer:
         returned: dict[str, int],
         usages: dict[str, Usage | None],
     ) -> int:
-        """Trim siblings until the GPU has enough free memory. Returns the bytes still missing. `usages` is as for
-        `_raise_cap`."""
+        """Trim siblings until the GPU has enough free memory. Returns the bytes still missing. Updates `usages` as
+        `_raise_cap` does."""
         exhausted: set[str] = set()
         device, allocator = device_plan.device, shared_pool.allocator_of(device_plan, requester)
         while True:
@@ -194,7 +194,7 @@ class Reclaimer:
             free = self._caps.host.memory(device).free + (0 if by_allocator else self._reusable(allocator, own))
             short, to_free = needed - free, _bytes_to_free(requester, device_plan, own, needed) - free
             if full and not returned:
-                to_free = max(to_free, GRANULE)  # the driver refused, even if enough is free
+                to_free = max(to_free, GRANULE)  # trim at least once, because the driver refused
             if to_free <= 0:
                 return 0
             found = [one for one in lending.reclaimable_caches(usages, allocator) if one.name not in exhausted]
@@ -262,7 +262,7 @@ class Reclaimer:
     def _set_caps(self, device_plan: DevicePlan, caps: Mapping[str, int]) -> bool:
         """Set `caps` on the GPU of `device_plan`; `caps` has lowered caps first.
 
-        Returns False if a cap could not be set, or if its framework now holds more than the new cap.
+        Returns False if a cap could not be set, or if a framework now holds more than its new cap.
         """
         device, uuid, done = device_plan.device, device_plan.device.uuid, True
         for name, cap in caps.items():

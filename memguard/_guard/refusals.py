@@ -15,7 +15,8 @@ from memguard.errors import BudgetExceeded
 
 
 class Snapshot(NamedTuple):
-    """One reading of one GPU, and the admission result computed from the reading. `in_use`: bytes by framework."""
+    """One reading of one GPU, and the admission result computed from the reading. `in_use`: bytes in use by
+    framework."""
 
     reservations: Reservations
     device_plan: DevicePlan

@@ -43,9 +43,10 @@ _SHOWN = 12
 class Reservation(NamedTuple):
     """The reservation of one workload, active or waiting: `size` bytes of `framework` on each of `uuids`.
 
-    `requested`: the bytes that the program requested. `size` is 0 if the outer workload's reservation covers them.
-    `since`: the time at which the reservation became active or began to wait, as `time.monotonic()`. `outer`: the
-    enclosing workloads. `owner`: the name of the workload's thread or asyncio task.
+    `requested`: the bytes that the program requested. `size` is 0 if an outer workload's reservation covers the
+    requested bytes. `since`: the time at which the reservation became active or began to wait, as `time.monotonic()`.
+    `outer`: the ids of the enclosing workloads' reservations. `owner`: the name of the workload's thread or asyncio
+    task.
     """
 
     id: int
@@ -183,11 +184,12 @@ def served_before(
 
 
 class Request(NamedTuple):
-    """A request for bytes of one framework on one GPU. `footprint` as for `Framework.footprint`; `cap` in bytes.
+    """A request for bytes of one framework on one GPU. `footprint`: the result of `Framework.footprint`. `cap` is in
+    bytes.
 
-    `enclosing`: the reservations of the enclosing workloads. `before`: the waiting reservations that are served first.
-    `reserves`: True if a workload reserves the bytes, False for a check. `shared`: for each framework that shares an
-    allocator, the allocator's name.
+    `enclosing`: the ids of the enclosing workloads' reservations. `before`: the waiting reservations that are served
+    first. `reserves`: True if a workload reserves the bytes, False for a check. `shared`: for each framework that
+    shares an allocator, the allocator's name.
     """
 
     framework: str
@@ -217,9 +219,9 @@ def frameworks_to_read(reservations: Reservations, request: Request) -> set[str]
 class AdmissionResult(NamedTuple):
     """The result of `admit`. `trim` and `refusal` are as in `_budget.policy.Admission`.
 
-    `reserved`: the request would fit without the reservations of other workloads. `covered`: the reservation of an
-    outer workload covers the request. `reserved_under_cap`: the bytes reserved in the same allocator and not yet
-    allocated, which must also fit under its cap.
+    `reserved`: True if the request would fit without the reservations of other workloads. `covered`: True if an outer
+    workload's reservation covers the request. `reserved_under_cap`: the bytes reserved in the same allocator and not
+    yet allocated, which must also fit under its cap.
     """
 
     available: int
@@ -262,7 +264,7 @@ def admit(
     for name, size in reserved.items():
         usage = usages.get(name) or Usage(0, 0)
         cached = cache(usage)
-        free -= max(size - cached, 0)  # the allocator's own cache serves the other bytes
+        free -= max(size - cached, 0)  # its own cache serves the other bytes
         if usage.reclaimable is not None:
             beside[name] = usage._replace(reclaimable=max(cached - size, 0))
         elif cached:
@@ -277,7 +279,8 @@ def admit(
 
 
 def why_waiting_is_useless(reservations: Reservations, request: Request, room: int, own_cap: int) -> Advice | None:
-    """The reason why waiting cannot succeed: enclosing workloads reserved the memory. None if waiting may help.
+    """The reason why waiting cannot succeed, namely that enclosing workloads reserved the memory; None if waiting may
+    help.
 
     `room`: limit − reserve. `own_cap`: the highest possible cap of the framework.
     """
@@ -302,7 +305,7 @@ def why_waiting_is_useless(reservations: Reservations, request: Request, room: i
 
 
 def reservation_lines(reservations: Reservations, uuid: str, in_use: Mapping[str, int | None], now: float) -> list[str]:
-    """One line for each reservation on that GPU, active ones first. `now` as `time.monotonic()`."""
+    """One line for each reservation on the GPU `uuid`, active reservations first. `now` as `time.monotonic()`."""
     lines = []
     held = [one for one in reservations.active if uuid in one.uuids and one.size]
     for one in held:

@@ -29,7 +29,7 @@ unknown."""
 
 class SuspendedGpus:
     """Answers calls to a guard while its process is suspended. `reading`: the last ledger before the suspension. `off`:
-    the time of the suspension and the bytes that it moved.
+    the time of the suspension and the bytes that it moved off each GPU.
 
     `figures` reads the current memory of the GPUs through another process. `host` is the `Host` that the guard used
     before the suspension.
@@ -47,8 +47,8 @@ class SuspendedGpus:
         return ledger_of(self._reading, suspension.now or self._off, time.time(), self._figures)
 
     def notes(self) -> list[str]:
-        """A note with the time of the suspension and the call that ends it, or with the advice if the GPU state is
-        lost."""
+        """A note with the time of the suspension and the call that ends the suspension; if the GPU memory is lost, with
+        a remedy."""
         return _note(suspension.now)
 
     def refuse(self, what: str) -> NoReturn:

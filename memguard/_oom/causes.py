@@ -22,7 +22,8 @@ SEGMENT = 20 * MIB
 """Maximum bytes that an allocator takes from the driver in addition to a small request: one PyTorch segment
 (measured)."""
 WORKSPACE = 256 * MIB
-"""The assumed size of a request of unknown size. It exceeds the first use of cuBLAS or cuSOLVER (measured: 100 MiB)."""
+"""The assumed size of a request of unknown size. It exceeds the memory that the first use of cuBLAS or cuSOLVER takes
+(measured: 100 MiB)."""
 _PIECES = 10
 """Fragmentation is the cause only if the fragmented cache is at least 1/`_PIECES` of the cap."""
 _WHEN = {"peak": " at its peak", "sample": " in the last sample"}
@@ -36,7 +37,8 @@ is large enough, but the cache is fragmented. "elsewhere": memory other than the
 
 @dataclass(frozen=True)
 class Case:
-    """An out-of-memory error on one GPU, and the figures behind its cause and its remedies. Sizes are bytes.
+    """An out-of-memory error on one GPU, and the figures from which its cause and its remedies are computed. Sizes are
+    bytes.
 
     `row` is the ledger row of the framework that requested the memory; None if a library requested it, whose memory no
     cap limits. `needed`: the requested bytes plus the bytes that the allocator takes in addition. `at_refusal`: True if
@@ -121,7 +123,7 @@ class Case:
 
     @cached_property
     def fragmented_cache(self) -> int:
-        """The requester's fragmented cache, which neither serves a large request nor can be returned.
+        """The bytes of the requester's fragmented cache, which cannot serve a large request.
 
         A trim does not free these bytes. torch reports them as `inactive_split_bytes`, which `reclaimable` excludes.
         """
@@ -135,7 +137,7 @@ class Case:
 
     @cached_property
     def exceeds_cap(self) -> bool:
-        if self.cap_headroom is None:  # with unknown headroom, only a request above the whole cap is known to exceed it
+        if self.cap_headroom is None:  # only a request above the whole cap certainly exceeds it
             cap = self.row.cap if self.row is not None else None
             return cap is not None and (self.classification.requested or 0) > cap
         return self.cap_headroom < self.needed
@@ -173,7 +175,8 @@ class Case:
 
     @property
     def fragmented(self) -> bool:
-        """True if fragmentation is the cause. A few per cent of the cap, as in every cache, do not suffice."""
+        """True if fragmentation is the cause. A cache that is fragmented by a few per cent of the cap, as every cache
+        is, does not count."""
         cap = (self.row.cap if self.row is not None else None) or 0
         return self.at_refusal and self.fits_unfragmented and self.fragmented_cache * _PIECES >= cap
 
@@ -248,8 +251,8 @@ class Cause(NamedTuple):
 def reason(case: Case, request: RefusedRequest | None, since: str) -> tuple[Reason, str]:
     """The reason of the refusal, and a sentence with the figures that prove this reason.
 
-    `since` describes the changes after the refusal. Figures read after the refusal cannot distinguish a fragmented
-    cache from memory that was freed after the refusal.
+    `since` is a text with the changes after the refusal, as from `changes_since`. Figures read after the refusal cannot
+    distinguish a fragmented cache from memory that was freed after the refusal.
     """
     figures = _Figures(case, request, since)
     cause = next(one for one in (CAUSES if figures.capped else CAUSES_WITHOUT_A_CAP) if one.shown_by(figures))

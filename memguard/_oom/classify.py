@@ -1,9 +1,9 @@
 """Finds the memory that ran out from an exception's type and text, by a table of rules. Pure.
 
 Each rule names the memory and explains the match. The first matching rule applies, so the order of the rules matters:
-texts that only resemble an out-of-memory error; disks, page-locked memory and CPU memory; certain GPU memory; possible
-GPU memory. Rules for one framework's errors are in its `FrameworkSpec`. `tests/oom` holds example texts with their
-sources.
+rules for texts that only resemble an out-of-memory error; for disks, page-locked memory and CPU memory; for certain,
+then for possible GPU memory. Rules for one framework's errors are in its `FrameworkSpec`. `tests/oom` holds example
+texts with their sources.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Classification:
 
 @dataclass(frozen=True)
 class Rule:
-    """`text` is matched in the exception's text, `type` in each name of its mro; both are regular expressions.
+    """`text` and `type` are regular expressions, searched in the exception's text and in each name of `ErrorFacts.mro`.
 
     `requester`: a name; `TYPE`: the framework that defines the exception's type; `TYPE jax`: like `TYPE`, but jax if no
     framework defines the type; `GROUP`: the first group of the match in the text.
@@ -253,7 +253,7 @@ def _may_match(facts: ErrorFacts) -> bool:
 
 def family(facts: ErrorFacts) -> str | None:
     """The framework that raised the exception, by its type; None if no framework did."""
-    if facts.type.startswith("memguard."):  # an error of a simulated GPU
+    if facts.type.startswith("memguard."):  # simulated GPUs raise memguard's own type
         return facts.attributes.get("framework")
     names = (*facts.mro, *_wrapped(facts.text))
     return next((_FAMILIES[top] for name in names if (top := name.partition(".")[0]) in _FAMILIES), None)

@@ -3,7 +3,7 @@
 An error reaches `report_error` from a Python hook for uncaught exceptions, a `workload` or `guard` block, a notebook's
 cell or a failed test. `report_error` makes the report, passes it to the sinks of `install`, and prints it. Earlier,
 when the allocator refused the request, `record_refusal` may have recorded the figures. If the program catches the
-error, `last_oom` makes a report from this record.
+error, `last_oom` makes a report from the recorded figures.
 
 The user's exception propagates unchanged. This module stores only text and figures, so it keeps no exception,
 traceback, frame or array alive. No function here raises.
@@ -36,8 +36,8 @@ if TYPE_CHECKING:  # the modules for diagnosis are imported at the first error
 
 
 _MARK = "_memguard_report"
-"""The attribute that stores PID and report number in a reported exception. It is pickled with the exception, and valid
-only in the process with that PID."""
+"""The attribute that stores PID and report number in a reported exception. The attribute is pickled with the exception,
+and is valid only in the process with that PID."""
 _ATTRIBUTES = (
     "errno", "status", "code", "error_code", "_error_code", "result", "value", "_limit", "framework",
     "requested", "memguard_requested", RECORD,
@@ -53,7 +53,7 @@ _MAX_CHAIN = 100
 _CAUSE, _CONTEXT, _SUPPRESSED = (
     vars(BaseException)[name] for name in ("__cause__", "__context__", "__suppress_context__")
 )
-"""Python's own descriptors, because an exception's class may override these names."""
+"""`BaseException`'s descriptors of these attributes, used because an exception's class may override the names."""
 _MAX_REPORTS = 8
 """Maximum number of reports that are stored for exceptions that reach a hook again."""
 _MAX_RECORDS = 64
@@ -65,8 +65,8 @@ batches."""
 
 
 class OomContext(NamedTuple):
-    """The input of a report, read while the exception exists. `processes`: other processes, by UUID and PID. `peaks`:
-    each framework's peak of bytes in use, by UUID and name."""
+    """The input of a report, read while the exception exists. `processes`: the bytes of other processes, by GPU UUID
+    and PID. `peaks`: each framework's peak of bytes in use, by GPU UUID and name."""
 
     ledger: Ledger | None = None
     plan: Plan | None = None
@@ -86,8 +86,8 @@ class _Record(NamedTuple):
 class _Shown:
     """A report printed in full, and the lines for similar reports, which are printed after it.
 
-    It has no lock, because a signal handler may interrupt the thread that holds a lock. Instead, a thread that has
-    appended a line checks whether the report is printed, and a thread that has printed the report checks for lines.
+    This class uses no lock, because a signal handler may interrupt the thread that holds a lock. Instead, a thread that
+    has appended a line checks whether the report is printed, and a thread that has printed the report checks for lines.
     """
 
     def __init__(self, since: float) -> None:
@@ -97,7 +97,8 @@ class _Shown:
 
 
 display: Callable[[Report | str], None] | None = None
-"""Replaces the output to standard error. A notebook sets it, so that reports appear under the cell's traceback."""
+"""Replaces the output to standard error. A notebook sets `display`, so that reports appear under the cell's
+traceback."""
 _installed: _Installed | None = None
 _pid: int | None = None
 _numbers = itertools.count(1)
@@ -117,7 +118,7 @@ def install(
     """Install hooks that examine uncaught exceptions of all threads. The returned function removes the hooks.
 
     `read` reads the context on the thread of the error; if it raises, the report uses only the error's own text. Each
-    of `sinks` is called with every new report. `clock` is as `time.monotonic`.
+    of `sinks` is called with every new report. `clock` returns seconds, like `time.monotonic`.
 
     Existing hooks are still called. A new `install` replaces the earlier one, whose undo then does nothing. Hooks that
     other code has set later are not removed.
@@ -136,14 +137,16 @@ def install(
 
 
 def uninstall(read: Callable[[], OomContext]) -> None:
-    """Undo the `install` of `read`, even if it was interrupted. Does nothing if another `install` replaced it."""
+    """Undo the `install` call that passed `read`, even if the call was interrupted. Does nothing if another `install`
+    has replaced it."""
     installed = _installed
     if installed is not None and installed.read == read:
         installed.undo()
 
 
 def show_next_in_full() -> None:
-    """Print the next report in full, even if a similar one was printed: for a new budget or a new notebook cell."""
+    """Print the next report in full, even if a similar report was printed. Called for a new budget or a new notebook
+    cell."""
     _shown.clear()
 
 
@@ -163,7 +166,7 @@ def record_refusal(request: RefusedRequest, context: Callable[[], OomContext]) -
     """Record a refused request on the requesting thread, before its error is raised.
 
     `context` creates an `OomContext` from figures already read, and is called only for a report. Returns the request
-    with the id of its record, or unchanged if no budget is active. Prints nothing.
+    with an id, or unchanged if no budget is active. Prints nothing.
     """
     if _installed is None or _pid != os.getpid():
         return request
@@ -311,7 +314,7 @@ def _attempt(what: str, call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _log_failure(what: str, failure: BaseException) -> None:
-    """Log the failure, without the exception's text if reading it raises. Never raises."""
+    """Log the failure, without the exception's text if reading the text raises. Never raises."""
     with contextlib.suppress(Exception):
         facts = facts_of(failure)
         _log.debug("%s: %s: %s", what, facts.type, facts.text)
@@ -561,7 +564,8 @@ class _Hook:
 
 
 def _without_hook() -> Callable[[], object] | None:
-    """The interactive interpreter's function that shows the current error; None under any other caller."""
+    """The interactive interpreter's function that shows the current error; None if an interactive interpreter did not
+    call the hook."""
     try:
         caller = sys._getframe(3)
     except ValueError:  # Python itself called the hook

@@ -24,7 +24,7 @@ from memguard._base.types import RECORD, Event, RefusedRequest, Sample
 from memguard._base.units import MIB, format_size, parse_size
 from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 
-if TYPE_CHECKING:  # diagnosis is imported at the first error
+if TYPE_CHECKING:  # the modules for diagnosis are imported at the first error
     from memguard._ledger.types import DeviceLedger, Row
     from memguard._oom.classify import Classification, ErrorFacts
 
@@ -121,7 +121,7 @@ class RefusalEvents:
 
     def due(self, everything: bool = False) -> list[Event]:
         """The events whose interval has ended; with `everything`, all pending events."""
-        if not self._waiting:  # the common case
+        if not self._waiting:  # nothing is pending, so skip the lock
             return []
         with self._lock:
             return self._due(everything)
@@ -268,8 +268,8 @@ def from_sample_or_peak(
         held = row.bytes if row.at_least is None else None
         held = max(held, peak) if held is not None else None
         peaked = RefusedRequest(row.name, "peak", time, gpu.device.uuid, classification.requested, held, peak, 0)
-    # The peak may be old, and the sample misses the last requests. Of the figures that explain the error, the larger is
-    # the better estimate of the bytes in use at the refusal, which were at most the peak.
+    # The peak may be old, and the sample precedes the last requests. If both explain the error, the larger figure is
+    # the better estimate of the bytes in use at the refusal, which never exceed the peak.
     fills = [one for one in (peaked, sampled) if one is not None and row.cap and (one.in_use or 0) + need > row.cap]
     return max(fills, key=lambda one: one.in_use or 0, default=peaked or sampled)
 
@@ -332,7 +332,7 @@ def changes_since(then: DeviceLedger, now: DeviceLedger | None, name: str | None
     """The end of a sentence that states how the figures changed since the refusal; empty without a change or without
     `now`.
 
-    pooled  bytes in use at the refusal that no current figure counts
+    pooled  bytes in use at the refusal that current figures leave out
     """
     if now is None:
         return ""

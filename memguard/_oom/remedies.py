@@ -52,7 +52,7 @@ class Remedy:
 
 
 def remedies(classification: Classification, case: Case | None, reason: str = "elsewhere") -> tuple[Remedy, ...]:
-    """The remedies, best first. `reason`: why the request failed, as in the report."""
+    """The remedies, best first. `reason`: the reason of the failure, as in `Report.reason`."""
     if case is None:
         return tuple(Remedy(text) for text in _OTHER_MEMORY.get(classification.memory, ()))
     found: list[Remedy] = []
@@ -82,7 +82,7 @@ def _trims(case: Case) -> Iterator[Remedy]:
     sizes = {}
     for row in case.frameworks:
         size = row.reclaimable if row.reclaimable is not None else row.cached
-        if allocator_of(case.device_plan, row.name) == case.allocator:  # this cache already serves the request
+        if allocator_of(case.device_plan, row.name) == case.allocator:  # the requester already uses this cache
             continue
         if row.name not in NEVER_GIVE_BACK and size is not None and size >= _WORTH:
             sizes[row.name] = row, size
@@ -153,7 +153,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
     # Allocators round sizes up, PyCUDA by up to a sixteenth. If the bytes in use are unknown, assume the whole cap.
     requested, taken = case.classification.requested, cap if case.not_reusable is None else case.not_reusable
     wanted = round_up(taken + case.needed + (requested or 0) // 16)
-    if requested is None and case.refused_by_cap:  # the headroom was too small, and the request's size is unknown
+    if requested is None and case.refused_by_cap:  # the request exceeded the cap by an unknown size
         wanted = max(wanted, round_up(cap + WORKSPACE))
     least, gain = ("at least ", None) if requested is None else ("", wanted - cap)
     # A share may be rounded down by a granule, so one granule is reserved for each other framework.
@@ -203,7 +203,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
 
 
 def _guaranteed(device_plan: DevicePlan, name: str) -> int:
-    """An allocator's guaranteed bytes on one GPU: its min if it is elastic, else its cap."""
+    """An allocator's guaranteed bytes on one GPU: the min of an elastic cap, or the whole fixed cap."""
     return device_plan.elastic.get(name, (caps_of(device_plan)[name], 0))[0]
 
 

@@ -57,15 +57,16 @@ class MemoryHolder:
 
 @dataclass(frozen=True)
 class Report:
-    """The report on one error. `print` it, or use `as_dict()` / `to_json()`. It never holds the exception itself.
+    """The report on one error. `print` it, or use `as_dict()` / `to_json()`. A report has no reference to the
+    exception.
 
     `requester` is a text (`cublas, through cupy`), `error` a short text, `why` the cause in one sentence. `holders` are
     sorted, largest first. `processes` has the bytes of the other processes on the GPU `uuid` by PID, None if NVML does
     not report these bytes.
 
-    `moment` has the figures of the refusal. It is None if only the figures of `ledger` are known, which memguard read
-    when it handled the error. `caught`: True if the program caught the error, so that the report is made from the
-    recorded request.
+    `moment` has the figures of the refusal. `moment` is None if memguard knows only the figures of `ledger`, which were
+    read when the error reached memguard. `caught`: True if the program caught the error, so that the report is made
+    from the recorded request.
     """
 
     time: float
@@ -89,7 +90,7 @@ class Report:
         return self.ledger is not None and self.ledger.simulated
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data; sizes in bytes, unknown as null. The keys are stable within `memguard_oom` 1."""
+        """Plain data for JSON. Sizes are in bytes, None if unknown. The keys are stable within `memguard_oom` 1."""
         return {
             "memguard_oom": 1,
             "time": datetime.fromtimestamp(self.time, UTC).isoformat(),
@@ -293,8 +294,8 @@ def report_of_refusal(
     request: RefusedRequest, then: Ledger | None, plan: Plan | None, processes: Mapping[str, Mapping[int, int | None]],
     budget: Budget | None = None,
 ) -> Report:  # fmt: skip
-    """The report on a refused request whose exception did not reach memguard, probably because the program caught
-    it."""
+    """The report on a refused request whose exception has not reached memguard, probably because the program caught the
+    exception."""
     classification = Classification("gpu", request.framework, request.requested, True, refused=True)
     size = "" if request.requested is None else f" {format_size(request.requested)} of"
     facts = ErrorFacts("", (), f"its allocator refused{size} GPU memory; the program caught the error, as it seems", {})
@@ -305,7 +306,7 @@ def report_of_refusal(
 
 
 def _holders(case: Case) -> tuple[MemoryHolder, ...]:
-    """The holders of memory on this GPU, largest first."""
+    """The frameworks and processes that hold memory on the GPU of `case`, largest first."""
     found = [
         MemoryHolder(row.kind, row.name, row.bytes, row.cached, row.reclaimable)
         for row in case.gpu.rows
@@ -359,7 +360,7 @@ def _growth(samples: Sequence[Sample], uuid: str | None) -> str:
 
 
 def _short(facts: ErrorFacts) -> str:
-    """The type of the exception and the line of its text about memory, in at most 200 characters."""
+    """The exception's type and the first line of its text that mentions memory, in at most 200 characters."""
     text = re.sub(r"\{\{[^{}]*\}\}\s*", "", facts.text)  # remove TensorFlow's node names
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     telling = next((line for line in lines if re.search(r"memory|alloc|\boom\b", line, re.IGNORECASE)), "")
