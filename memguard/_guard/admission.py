@@ -226,8 +226,8 @@ class Admission:
         )
 
     def _attempts(self, work: _Work, report: WorkloadReport) -> Iterator[float]:
-        """Try to reserve until the workload is admitted. Yields the seconds to wait before each further attempt. Raises
-        BudgetExceeded at the deadline, or as soon as waiting cannot succeed."""
+        """Generator that tries to reserve the memory until the workload is admitted. Yields the seconds to wait before
+        each further attempt. Raises BudgetExceeded at the deadline, or as soon as waiting cannot succeed."""
         pause, waits = _FIRST_PAUSE, False
         while True:
             if suspension.now is not None:  # the process was suspended: no memory can be reserved until `resume`

@@ -1,4 +1,4 @@
-"""The cap table of one budget: the plan in force, the enforcement and drift of each cap, and the notes.
+"""The cap table of one budget: the current plan, the enforcement and drift of each cap, and the notes.
 
 Drift means that other code changed a cap after memguard set it. The table also owns the lock and the `Host` (NVML and
 driver access) that all modules of `_guard` use. While the process is suspended, every method of the host raises
@@ -96,7 +96,7 @@ class CappedFramework:
 
 
 class CapTable:
-    """The plan in force, the frameworks that it caps, and the enforcement of each cap."""
+    """The current plan, the frameworks that the plan caps, and the enforcement of each cap."""
 
     def __init__(self, budget: Budget, host: Host, callbacks: Callbacks) -> None:
         self.budget, self.host, self.callbacks = budget, host, callbacks
@@ -113,7 +113,7 @@ class CapTable:
             devices = host.devices(ordinals=True)
         self.plan = policy.plan(budget, devices, self.sharing)
         self.suspended: SuspendedGpus | None = None
-        """None unless the process is suspended. Replaced in one assignment, so that readers need no lock."""
+        """None unless the process is suspended. Set in one assignment, so that readers need no lock."""
         self._make_locks()
         self.entries: dict[str, CappedFramework] = {}
         self.frameworks: Mapping[str, Framework] = {}
@@ -293,7 +293,7 @@ class CapTable:
         chosen = None if only is None else entries.get(only)
         for name, entry in entries.items() if only is None else () if chosen is None else ((only, chosen),):
             if entry.enforcement is not _ENFORCED and not entry.drift:
-                continue  # no cap was set
+                continue  # memguard has set no cap yet
             try:
                 found = entry.framework.drift()
             except Exception as error:
@@ -320,7 +320,7 @@ class CapTable:
         """Check one framework for changes by other code since its cap was set. If the check fails, returns the recorded
         drift."""
         if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
-            return ()  # no cap was set
+            return ()  # memguard has set no cap yet
         try:
             return tuple(entry.framework.drift())
         except Exception as error:
@@ -379,7 +379,7 @@ class CapTable:
 
     def _shared_pool(self) -> SharedPool | None:
         """The adapter of the pool that several frameworks share, before its creation on the GPU; None if no cap is for
-        a shared pool. Raises PlanError on simulated GPUs."""
+        a shared pool. Raises PlanError if the GPUs are simulated."""
         found = {
             device_plan.device.uuid: shared_pool.caps_of(device_plan).get(POOL) for device_plan in self.plan.devices
         }

@@ -193,7 +193,7 @@ class ElasticCaps:
             if round_down(size)
             > max(device_plan.caps[framework], policy.highest_cap(device_plan, framework, self._held(device_plan)))
         ]
-        for last in (False, True):  # dry run first: if the cap does not fit on one GPU, none changes
+        for last in (False, True):  # first a dry run, so that a cap that does not fit changes no GPU
             act = last and not self.why_trim_forbidden()
             rooms = [
                 (device_plan, self.reclaimer.call_back(device_plan.device, framework, round_down(size), act))
@@ -256,7 +256,7 @@ class ElasticCaps:
                 self.trims[name, device.uuid] += 1
 
     def _allocator(self, name: str) -> Allocator:
-        """The allocator or framework of that name. Raises NotActive if a signal handler or finalizer has ended the
+        """The allocator or framework called `name`. Raises NotActive if a signal handler or finalizer has ended the
         budget."""
         self._caps.check_active()
         try:

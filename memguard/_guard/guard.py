@@ -1,7 +1,8 @@
 """The guard: applies a budget, reads memory usage, admits requests, and undoes the budget.
 
 It delegates to `caps` (the plan and the enforcement of each cap), `elastic` (changing caps, trimming caches),
-`admission` (reservations) and `reader` (the ledger). `_budget.policy` computes the plan.
+`admission` (reservations) and `reader` (the ledger). `_budget.policy` computes the plan (each framework's cap on each
+GPU).
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ _WSL_WARNING = (
 _IMPORT_LOCK_TIMEOUT = 5.0
 """Seconds that a framework's import waits for the guard's lock. After that, the cap is set later."""
 _SAMPLES_PER_CHECK = 10
-"""Number of samples between two checks whether other code changed a cap. A check adds one call into each framework."""
+"""Number of samples between two checks whether other code changed a cap. Each check calls every framework's adapter
+once."""
 
 
 class AdmissionOnDemand:
@@ -151,7 +153,7 @@ class Guard:
 
     @property
     def plan(self) -> Plan:
-        """The plan in force. `resize` and elastic caps replace the plan."""
+        """The current plan. `resize` and elastic caps replace it."""
         return self.caps.plan
 
     @plan.setter
@@ -272,7 +274,7 @@ class Guard:
     def suspend(self, reading: Ledger, figures: Figures, off: Off) -> None:
         """Switch to the suspended state: until `resumed`, the guard returns `reading` or raises Suspended.
 
-        Callers hold the lock of `caps`. For `figures` see `SuspendedGpus`.
+        Callers hold `caps.lock`. For `figures` see `SuspendedGpus`.
         """
         from memguard._guard.suspended import SuspendedGpus, refusing
 
@@ -310,7 +312,7 @@ class Guard:
             caps.check_active()
         frameworks, plan, entries = caps.frameworks, caps.plan, caps.entries
         readings = [reader.reading(device_plan, frameworks) for device_plan in plan.devices]
-        if caps.stopped:  # a shutdown in another thread makes the reading incomplete
+        if caps.stopped:  # if another thread shut down, the reading is incomplete
             caps.check_active()
         notes, enforcements, reporting = [*caps.notes], {}, []
         for name, entry in entries.items():
@@ -334,7 +336,7 @@ class Guard:
         return Ledger(time.time(), tuple(ledgers), caps.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
-        """Read the ledger's figures without building its rows, for several readings a second on any thread.
+        """Read the ledger's figures without building its rows. Fast enough for several calls per second, on any thread.
 
         Does not take the guard's lock, so that a driver call that hangs here blocks no other thread.
         """
@@ -562,7 +564,7 @@ class Guard:
 
         It waits `_IMPORT_LOCK_TIMEOUT` seconds for the lock. After a timeout, `_cap_uncapped` sets the cap later.
         """
-        if self.caps.suspended is not None:  # the cap is set when the process resumes
+        if self.caps.suspended is not None:  # set the cap when the process resumes
             suspension.defer(lambda: self._imported(name))
         elif self.caps.locked.run(self._apply_imported, _IMPORT_LOCK_TIMEOUT, name) is None:
             self._uncapped.add(name)

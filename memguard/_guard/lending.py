@@ -13,8 +13,8 @@ frameworks. The rules:
   framework.
 - A framework that needs more memory is given, in this order: room that is not lent; lent room that is unused; lent
   memory that is only cached, after a trim has returned this memory to the driver. Caches whose reclaimable bytes are
-  known are trimmed first, the largest before the others. A cache is trimmed only if the request needs the memory and
-  all caches together are large enough.
+  known are trimmed before other caches, and larger caches before smaller caches. A cache is trimmed only if the request
+  needs the memory and all caches together are large enough.
 - Requests are served in order of arrival. A framework whose allocator cannot call memguard when an allocation fails
   (torch) keeps headroom (cap − held bytes) instead. A monitor tick fills headroom from unused room, first for the
   framework that has borrowed the smallest fraction of its span (max − min). The headroom of such frameworks is lent to
@@ -185,7 +185,7 @@ def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
 
 
 def plan_call_back(states: Mapping[str, CapState], room: int) -> dict[str, int]:
-    """The caps to lower when the free room is negative, because a framework holds more than its cap."""
+    """The lowered caps if the free room is negative, which happens if a framework holds more than its cap."""
     return _lower_unused(states, -room_left(room, [state.cap_and_held for state in states.values()]))[0]
 
 

@@ -21,7 +21,7 @@ from memguard._base.locks import LockedRunner, LockOrder
 from memguard._guard.reservations import EMPTY, Reservations, ended
 
 _LOCK_TIMEOUT = 1.0
-"""Seconds to wait for a compare-and-swap of another thread, which normally takes microseconds."""
+"""Seconds to wait for the lock while another thread runs a compare-and-swap, which normally takes microseconds."""
 _numbers = itertools.count(1)
 
 
@@ -38,7 +38,7 @@ class Ticket:
 
     def wake(self) -> None:
         """Make the workload retry its reservation. Callable on any thread, in a signal handler and in a finalizer."""
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
+        with contextlib.suppress(RuntimeError):  # raised if the event loop is closed
             self._wake()
 
     def pause(self, seconds: float) -> None:

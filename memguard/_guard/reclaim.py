@@ -48,7 +48,7 @@ class Reclaimer:
     def __init__(self, caps: CapTable, workloads: WorkloadReservations) -> None:
         self._caps, self._workloads = caps, workloads
         self._fixed: set[str] = set()
-        """Elastic frameworks whose caps could not be changed."""
+        """Elastic frameworks for which a change of the cap has failed."""
         self.events: deque[Event] = deque(maxlen=_KEPT)
         """Events that report changed caps and returned memory. They are queued because no callback may run within an
         allocation."""
@@ -230,8 +230,8 @@ class Reclaimer:
         return got
 
     def available(self, device: Device) -> int:
-        """The GPU's total less this process's memory, which does not change when other processes allocate. If NVML does
-        not list this process, the GPU's free memory."""
+        """The GPU's total memory less this process's memory, a difference that other processes' allocations do not
+        change. If NVML does not list this process, the GPU's free memory."""
         host = self._caps.host
         own = host.processes(device).get(host.pid)
         return host.memory(device).free if own is None else device.total - own
@@ -239,7 +239,7 @@ class Reclaimer:
     def _cap_states(
         self, plan: DevicePlan, usages: Mapping[str, Usage | None], exhausted: set[str] | frozenset[str] = frozenset()
     ) -> dict[str, lending.CapState]:
-        """The `lending.CapState` of each allocator. `exhausted`: allocators whose trim returned nothing."""
+        """The `lending.CapState` of each allocator. `exhausted`: allocators whose last trim returned no memory."""
         states, nothing_reserved = dict[str, lending.CapState](), self._workloads.idle
         caches = {one.name: one for one in lending.reclaimable_caches(usages, "") if one.name not in exhausted}
         for name, cap in shared_pool.caps_of(plan).items():

@@ -154,7 +154,7 @@ def most_not_taken(
     sizes = _sizes(reservations.active, framework, uuid)
     own = _sizes([one for one in reservations.active if one.id in enclosing], framework, uuid)
     taken = growth(reservations, framework, uuid, in_use)
-    beside = sum(  # the bytes that inner workloads requested from these reservations
+    beside = sum(  # requested by inner workloads from these reservations
         one.requested
         for one in reservations.active
         if not one.size
@@ -203,7 +203,7 @@ class Request(NamedTuple):
     shared: Mapping[str, str] = MappingProxyType({})
 
     def allocator_of(self, framework: str) -> str:
-        """The name of the allocator that serves the framework."""
+        """The name of the allocator from which the framework allocates."""
         return self.shared.get(framework, framework)
 
 

@@ -33,8 +33,8 @@ class ErrorFacts:
 
 @dataclass(frozen=True)
 class Classification:
-    """The exhausted memory, the requester, and the requested bytes. `certain` is False if type and text allow other
-    causes.
+    """The exhausted memory, the requester, and the requested bytes. `certain` is False if the exception's type and text
+    also fit other causes.
 
     `refused`: the requester's own allocator refused GPU memory; see `ErrorPattern`.
 

@@ -117,11 +117,11 @@ def install(
 ) -> Callable[[], None]:
     """Install hooks that examine uncaught exceptions of all threads. The returned function removes the hooks.
 
-    `read` reads the context on the thread of the error; if it raises, the report uses only the error's own text. Each
-    of `sinks` is called with every new report. `clock` returns seconds, like `time.monotonic`.
+    `read` returns the `OomContext` on the thread of the error; if `read` raises, the report uses only the error's text.
+    Each of `sinks` is called with every new report. `clock` returns seconds, like `time.monotonic`.
 
-    Existing hooks are still called. A new `install` replaces the earlier one, whose undo then does nothing. Hooks that
-    other code has set later are not removed.
+    Existing hooks are still called. A new `install` replaces the earlier `install`, whose returned function then does
+    nothing. Hooks that other code has set later are not removed.
     """
     global _installed, _pid
     if _installed is not None:
@@ -132,7 +132,7 @@ def install(
     installed = _installed = _Installed(read, sinks, clock)
     _pid = os.getpid()
     show_next_in_full()
-    installed.set()  # last, so that `uninstall` can undo an interrupted `install`
+    installed.set()  # after `_installed`, so that `uninstall` can undo an interruption
     return installed.undo
 
 
@@ -347,7 +347,7 @@ class _Output:
         while shown.out and shown.lines:
             try:
                 line = shown.lines.popleft()
-            except IndexError:  # another thread printed the line
+            except IndexError:  # another thread has taken the last line
                 return
             _write(line)
 
@@ -568,7 +568,7 @@ def _without_hook() -> Callable[[], object] | None:
     call the hook."""
     try:
         caller = sys._getframe(3)
-    except ValueError:  # Python itself called the hook
+    except ValueError:  # no third caller: Python itself called the hook
         return None
     own = caller.f_code
     names = own.co_varnames[: own.co_argcount]

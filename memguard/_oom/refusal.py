@@ -127,7 +127,7 @@ class RefusalEvents:
             return self._due(everything)
 
     def event_of(self, request: str | None) -> float | None:
-        """The recorded time of the event that counts the request with this id; None if unknown."""
+        """The time of the timeline event that counts the request with the id `request`; None if unknown."""
         return None if request is None else self._events.get(request)
 
     def _counted(self, request: RefusedRequest, count: int, ids: Iterable[str | None]) -> Event:
@@ -313,8 +313,8 @@ def rows_at(gpu: DeviceLedger, request: RefusedRequest) -> DeviceLedger:
 
 
 def _row(row: Row, request: RefusedRequest) -> Row:
-    """The requester's row at the refusal. Fields that the request lacks become unknown, because current figures do not
-    apply."""
+    """The requester's row at the refusal. Fields that `request` lacks become None, because the row's current figures
+    are not from the refusal."""
     if request.cap is not None and row.cap is not None and request.cap < row.cap:
         row = replace(row, cap=request.cap)  # the user set a lower limit
     if request.held is None and request.in_use is None:

@@ -78,7 +78,7 @@ def if_no_room_was_made(why: NoHelp) -> tuple[Remedy, ...]:
 
 
 def _trims(case: Case) -> Iterator[Remedy]:
-    """Trim other frameworks' caches, largest first. The requester has already trimmed its own cache."""
+    """Trim other frameworks' caches, largest first. Omits the requester, which has already trimmed its own cache."""
     sizes = {}
     for row in case.frameworks:
         size = row.reclaimable if row.reclaimable is not None else row.cached
@@ -237,8 +237,8 @@ def _wider_bounds(device_plan: DevicePlan, name: str, wanted: int, least: str, g
 
 
 def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
-    """Raise `device.limit` to the smallest value under which the request fits. Shares grow with the limit, so the
-    budget is planned again."""
+    """Raise `device.limit` to the smallest value with which the request fits. Shares grow with the limit, so the budget
+    is planned again."""
     budget, device_plan, row = case.budget, case.device_plan, case.row
     assert budget is not None and device_plan is not None and row is not None
     name, cap = row.name, device_plan.caps[row.name]
