@@ -117,7 +117,7 @@ class SharedPool(Allocator):
         return self._of.get((framework, uuid))
 
     def begin(self, framework: str, uuid: str) -> None:
-        """Create the pool at the first reading of a framework whose allocator is its own."""
+        """Create the pool. Called at the first reading of a framework that allocates by itself."""
         if uuid in self._pools or self._over:
             return
         ordinal = contexts.ordinals().get(uuid)

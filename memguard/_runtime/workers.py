@@ -1,5 +1,4 @@
-"""Detects processes where `memguard.init` applies no budget (workers, MEMGUARD_DISABLE, no GPU), and defines the guards
-that it returns there.
+"""Detects where `memguard.init` applies no budget (workers, MEMGUARD_DISABLE, no GPU); defines the guards returned.
 
 `spawn` and `forkserver` (the default from Python 3.14 on) import the parent's script in each worker. That runs a
 `memguard.init` at module level again. Applied there, the budget would give every worker the whole cap. So `init`

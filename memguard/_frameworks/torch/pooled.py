@@ -27,7 +27,7 @@ _SELECTED = f"backend:{_BACKEND}"
 _UNIT = 512
 _NEW, _OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _FIRST_WITH_NEW = (2, 10)
-"""The first torch version that reads PYTORCH_ALLOC_CONF. Older versions read only the older variable."""
+"""The first torch version that needs only PYTORCH_ALLOC_CONF. Older versions always read PYTORCH_CUDA_ALLOC_CONF."""
 
 
 class PooledTorch(Torch):
