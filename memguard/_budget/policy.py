@@ -198,7 +198,7 @@ class _Misfits:
 
 
 def _parts(budget: Budget) -> tuple[dict[str, Fraction], dict[str, int]]:
-    """The guaranteed parts of the budget's frameworks: those given as shares, and those given in bytes."""
+    """The guaranteed parts of the budget's frameworks: shares, and sizes in bytes."""
     parts = {name: framework.guaranteed for name, framework in budget.frameworks.items()}
     shares = {name: part for name, part in parts.items() if isinstance(part, Fraction)}
     return shares, {name: round_down(part) for name, part in parts.items() if isinstance(part, int)}
@@ -287,7 +287,8 @@ def _maxima(budget: Budget, room: int, label: str, misfits: _Misfits) -> dict[st
 
 
 def starting_caps(room: int, caps: Mapping[str, int], elastic: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """The initial caps in bytes: `caps`, in which elastic frameworks have their min, plus the spare lent to those.
+    """The initial caps in bytes: `caps`, in which elastic frameworks have their min, plus the spare room lent to
+    elastic frameworks.
 
     Frameworks with an allocator other than memguard's borrow first: they cannot raise their cap within a request that
     would fail. `rebalance` later lowers caps that these frameworks do not use. The other elastic frameworks borrow the

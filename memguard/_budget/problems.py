@@ -26,7 +26,7 @@ Fields = Mapping[str, Mapping[str, Any]]
 
 _EXAMPLE = "torch: {share: 50%}"
 _SHAPES = {
-    # the content that a key requires, and the example to write if its value has another type
+    # for each key: the required content, and an example of it
     "device": ("the keys limit and reserve", "'device: {limit: 90%}'"),
     "devices": ("one line for each GPU", "for example '0: {limit: 50%}' under devices"),
     "frameworks": ("one line for each framework", f"for example '{_EXAMPLE}' under frameworks"),

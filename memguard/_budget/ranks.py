@@ -270,7 +270,8 @@ def sharing(rank: ProcessRank | None, visible: int, environ: Mapping[str, str]) 
     """How the ranks of this node use its `visible` GPUs. Raises UnclearRank.
 
     Several GPUs: local rank r uses `cuda:{r % count}`, the usual convention. One GPU: all ranks share it, unless the
-    launcher binds each rank to its own GPU. For simulated GPUs `environ` is empty: no launcher assigns those.
+    launcher binds each rank to its own GPU. For simulated GPUs `environ` is empty, because no launcher assigns
+    simulated GPUs.
     """
     if rank is None:
         return Sharing((1,), note="ranks: no launcher says that this process is a rank, so it has the budget whole")

@@ -45,7 +45,7 @@ _UNIQUE: dict[str, Any] = {"uniqueItems": True}
 
 
 def _key(description: str, default: Any = None, **more: Any) -> Any:
-    """An optional key. `default` is written as in a file."""
+    """An optional key. `default` has the syntax of a budget file."""
     return Field(default=default, validate_default=default is not None, description=description, **more)
 
 

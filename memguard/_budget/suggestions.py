@@ -118,9 +118,9 @@ def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int
     """Scale the parts to fit `room` bytes (None: unknown), in proportion to the declared ones; returns only changes.
 
     Lowers shares if they exceed 100% in sum, else limits. If lowering one kind is not enough, it lowers both to one
-    half each, or lowers shares to the room that the smallest limits leave. If the room is unknown, shares leave a tenth
-    of it for limits. Empty if nothing fits: no limit can be less than `GRANULE`, and no share is lowered below
-    `GRANULE`.
+    half each, or lowers shares to the room that the smallest limits leave. If the room is unknown, the lowered shares
+    leave a tenth of the room for limits. Empty if nothing fits: no limit can be less than `GRANULE`, and no share is
+    lowered below `GRANULE`.
     """
     wanted, sizes, least = sum(shares.values(), Fraction(0)), sum(limits.values()), len(limits) * GRANULE
     bytes_left: int | None

@@ -286,7 +286,7 @@ def timeline(value: object) -> str:
 
 
 def port(value: object) -> int:
-    """A port of this machine that any user may listen on."""
+    """A port of this machine that needs no privilege to listen on."""
     text = value.strip() if isinstance(value, str) else ""
     if isinstance(value, bool) or not isinstance(value, int) or not PORTS[0] <= value <= PORTS[1]:
         own = f"write '{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{3,4}", text) else ""

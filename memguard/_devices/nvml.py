@@ -246,7 +246,7 @@ class Nvml:
         _all.add(self)
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs of the machine in NVML's order, regardless of CUDA_VISIBLE_DEVICES, without those in `refused`.
+        """The GPUs of the machine in NVML's order, regardless of CUDA_VISIBLE_DEVICES. Omits the GPUs in `refused`.
 
         A GPU whose memory NVML does not report, as with unified memory, is `unified` and has a total of 0 here.
         """

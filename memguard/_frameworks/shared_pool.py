@@ -1,9 +1,9 @@
 """The driver pool that several frameworks share under `strategy: pool`: creation, accounting and undo.
 
 Measured on an H200: with a current pool of `maxSize` 4 GiB, torch's `cudaMallocAsync` and CuPy's async allocator stop
-at 4,096 MiB together, and each reuses blocks that the other freed. The release threshold is "never": freed memory stays
-in the pool for the next request. Other code may change the threshold (CuPy's `MemoryAsyncPool.set_limit` does), so each
-reading checks it and restores it.
+at 4,096 MiB together, and each reuses blocks that the other freed. The release threshold is the maximum: freed memory
+stays in the pool for the next request. Other code may change the threshold (CuPy's `MemoryAsyncPool.set_limit` does),
+so each reading checks it and restores it.
 
 Each framework registers here the function that counts its bytes.
 """
@@ -133,7 +133,7 @@ class SharedPool(Allocator):
         self._counts[framework] = counted
 
     def forget(self, framework: str) -> None:
-        """Remove the framework's count."""
+        """Unregister the function that counts the framework's bytes."""
         self._counts.pop(framework, None)
 
     def figures(self, uuid: str) -> tuple[int, int] | None:

@@ -173,7 +173,7 @@ class CapTable:
         )
 
     def used_by(self, framework: str) -> Sequence[DevicePlan]:
-        """The GPUs for a call without `device=`: those that the framework uses; if none, the first GPU."""
+        """The GPUs for a call without `device=`: the GPUs that the framework uses; if it uses none, the first GPU."""
         device_plans = self.plan.devices
         if len(device_plans) == 1:
             return device_plans

@@ -86,7 +86,7 @@ class AdmissionOnDemand:
 
     @property
     def idle(self) -> bool:
-        """Whether no workload holds a reservation or waits for one."""
+        """True if there is no active and no waiting reservation."""
         return self._made is None or self._made.queue.idle
 
     @property

@@ -345,7 +345,7 @@ class Overhead:
         owed = min(self.communicators_owed, sum(map(workspace, _communicators(appeared)))) + sum(map(workspace, came))
         if came:
             owed -= max(charge - sum(map(_initial_memory, new - came)), 0)
-        # Their reserve is slightly above the measured size: a smaller remainder means that nothing more follows.
+        # The reserve is slightly above the measured size: after a smaller remainder, no further allocation follows.
         return owed if owed > sum(workspace(name) - modules(name) for name in _communicators(appeared)) else 0
 
 

@@ -95,8 +95,8 @@ class Lent:
 class DeviceLedger:
     """One GPU's rows. `process`: this process's memory by NVML, None if unknown; `moved`: it changed while read.
 
-    `sum`: the sum of the rows, in bytes. It is `device.total`. On a GPU with unified memory it is `process`, without
-    the rows `other processes`, `driver reserve` and `free`; and None if `process` is unknown.
+    `sum`: the sum of the rows, in bytes. The sum equals `device.total`. On a GPU with unified memory, which has no rows
+    `other processes`, `driver reserve` and `free`, the sum equals `process`, and is None if `process` is unknown.
 
     `suspended`: the process's bytes in host memory while it is off the GPU; None otherwise. The other rows then keep
     their last figures, a row of kind `suspended` subtracts them, and `process` is 0. A suspended process cannot read

@@ -187,11 +187,11 @@ STEMS = (
     "no space left", "disk is full", "bfcarena", "batch size", "new thread", "able to create", "unexpectedly",
     *(stem for spec in SPECS.values() for stem in spec.stems),
 )  # fmt: skip
-"""Every text that a rule matches contains one of these in lower case, unless the rule is a certain `none`. So
-`classify` skips an error with none of them in its text and no type that contains "Memory"."""
+"""Every text that a rule matches contains one of these in lower case, unless the rule certainly classifies the error as
+`none`. So `classify` skips an error with none of them in its text and no type that contains "Memory"."""
 
 _ERRNO: Mapping[int, Memory] = {12: "host", 28: "disk", 122: "disk"}
-"""ENOMEM, ENOSPC, EDQUOT."""
+"""The error numbers ENOMEM, ENOSPC and EDQUOT."""
 _FAMILIES = {**{first: spec.name for spec in SPECS.values() for first in spec.families}, "rmm": "rmm"}
 """The framework of each first component of a type's name."""
 _SCALE = {unit: 1 << 10 * power for power, unit in enumerate("BKMGTPE")}

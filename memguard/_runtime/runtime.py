@@ -206,7 +206,7 @@ class Runtime:
     def _awaited(self) -> Empty:
         if self._environment is not None:
             self._environment.activate()
-        if type(self._state) is Starting:  # bounded: that thread may wait for an import on this one
+        if type(self._state) is Starting:  # bounded: that thread may wait for an import on this thread
             free(self.lock, _PATIENCE)
         state = self._state
         why = getattr(self._environment, "why", None)
@@ -388,7 +388,7 @@ class Runtime:
             self._state = self._state.without_session()
 
     def _again(self, before: Guard, lease: BudgetLease | None) -> Session | None:
-        """Apply the previous budget again after its replacement failed. None if that fails too."""
+        """Apply the previous budget again after its replacement failed. None if this fails too."""
         session: Session | None = None
         try:
             session = Session(Guard(before.budget, before.host), extensions.load(before.budget, self.extensions))

@@ -27,7 +27,7 @@ _MOMENT, _REPORT = 0.01, 1.0
 REGIONS = frozenset(row.name for row in SPECS.values() if row.regions)
 """Frameworks whose pool grows by regions that it neither joins nor returns: a request must fit into one of them."""
 MOST = 1000
-"""The most refusals kept for each framework on each GPU, those with the largest needs."""
+"""The most refusals kept for each framework on each GPU: the refusals with the largest needs."""
 Key = tuple[str, str]
 """UUID and framework."""
 

@@ -29,7 +29,7 @@ thinned part."""
 _LOCK_TIMEOUT = 2.0
 """Seconds that a thread waits for another thread's write: a disk that hangs must not hang the user's program."""
 _CLOSING_TIMEOUT = 5.0
-"""Seconds that a new timeline waits for a write of another thread to the file of a closed one."""
+"""Seconds that a new writer waits while another thread finishes a write of a closed writer to the same file."""
 _RETRY = 5.0
 """Seconds between attempts while the disk is full or the folder is missing."""
 
@@ -443,7 +443,7 @@ class Writer:
         return sum(part.size for part in self._parts) + (self._kept.size if self._kept else 0)
 
     def _thin(self, oldest: _Part) -> None:
-        from memguard._timeline.parse import Parser  # needed only when a timeline is full
+        from memguard._timeline.parse import Parser  # imported here because only a full timeline needs it
         from memguard._timeline.thinning import thin
 
         kept = _Part(0, files.rotated(self.path, 0), 0)

@@ -73,7 +73,7 @@ class Torch(resource.RmmClient):
         self._pools: dict[str, CappedPool | DefaultPool] = {}
         self._uuids: dict[str, int] | None = None
         self._set: dict[int, float] = {}  # the fractions as torch reports them
-        self._expandable: bool | None = None  # whether segments were expandable when the caps were set
+        self._expandable: bool | None = None  # whether segments were expandable when memguard set the caps
         self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as set, and as torch reports it
         self._raw_set: Callable[[float, int], None] | None = None
         self._reconfigured = self._uncached = False
@@ -443,7 +443,7 @@ class Torch(resource.RmmClient):
             self._report_refusal(None, uuid, requested, "observer", reclaimable=0, **figures)
 
     def _in_use(self, ordinal: int, requested: int) -> tuple[int | None, int | None]:
-        """Two figures: the bytes in use including idle bytes of private pools, and those idle bytes. Both None if
+        """Two figures: the bytes in use including idle bytes of private pools, and these idle bytes alone. Both None if
         torch's counters suffice."""
         torch = self._torch()
         stats = torch._C._cuda_memoryStats(ordinal)
