@@ -14,7 +14,7 @@ from pathlib import Path
 from memguard._base.advice import MemguardError
 
 PAGES = Path(__file__).resolve().parents[1] / "_tools" / "doctor" / "pages"
-"""The folder of the pages: in a checkout a symbolic link to docs/doctor."""
+"""The folder of the pages; in a checkout it is a symbolic link to docs/doctor."""
 
 
 @dataclass(frozen=True)

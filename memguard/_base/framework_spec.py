@@ -214,11 +214,11 @@ class FrameworkSpec:
     unfragment        how the user avoids a fragmented cache, as the end of a sentence
     figures           the figures in the text of its errors: pairs of a field of `RefusedRequest` (or `cached`) and a
                       pattern, whose first group is a size
-    pads              held memory beyond live arrays and reclaimable cache is rounding: the allocator caches no fragments
+    pads              held memory beyond live arrays and reclaimable cache is rounding, as it caches no fragments
     refuses_silently  its allocator reports no refused request, so memguard misses an error that the program catches
     pooled            the class in its `pooled.py`, for `strategy: pool`; empty if it cannot use the shared pool
     default_pool      it allocates only from the device's default pool, which cannot be capped
-    remainder         its figures cover the whole shared pool, so its use is the remainder that no other framework counts
+    remainder         its figures cover the whole shared pool: its use is the remainder that no other one counts
     allocators        the variable that selects its allocator, and the values under which no cap can be set
     examined          how the doctor examines it
     cures             fixes for conflicts of its libraries with another framework's in one process: pairs of the other
