@@ -27,7 +27,7 @@ class Page:
     section: str
     order: int
     text: str
-    """What `memguard doctor --explain` prints: the title and the body, without the front matter."""
+    """The text that `memguard doctor --explain` prints: the title and the body, without the front matter."""
 
 
 def page(name: str) -> Page:

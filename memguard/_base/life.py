@@ -29,7 +29,8 @@ Call = Callable[[], object]
 
 
 class HookOrder(IntEnum):
-    """The order of hooks, lower rooms first. A forked child renews lower rooms first; an exit ends upper ones first."""
+    """The order of hooks, lower rooms first. A forked child renews lower rooms first; an exit ends upper rooms
+    first."""
 
     CUDA = 1
     """The list of CUDA contexts (`_devices.contexts`)."""

@@ -142,7 +142,7 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
 
 
 def _shape(loc: Loc, raw: object, data: object) -> tuple[str, str] | None:
-    """What a key, the name of a GPU or a framework must contain, and an example to write."""
+    """The required content of a key, of a GPU's entry or of a framework's, and an example to write."""
     if len(loc) == 1:
         key = str(loc[0])
         shape = _SHAPES.get(key)

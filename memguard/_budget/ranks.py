@@ -9,7 +9,7 @@ The variables by launcher, from its documentation:
 - MPICH and Intel MPI: MPI_LOCALRANKID and MPI_LOCALNRANKS, of their common launcher Hydra.
 - Slurm: srun(1), "OUTPUT ENVIRONMENT VARIABLES". `2(x3),1` means three nodes with two tasks and one node with one.
 
-Launchers nest, and the innermost one counts: mpirun starts its daemons with srun, which passes the daemon's
+Launchers nest, and the innermost launcher counts: mpirun starts its daemons with srun, which passes the daemon's
 SLURM_LOCALID to every rank; a Slurm script starts torchrun.
 """
 
@@ -85,8 +85,8 @@ class ProcessRank(NamedTuple):
 class Sharing(NamedTuple):
     """The number of ranks that use each GPU visible to this process.
 
-    `counts` has one number for each GPU, by CUDA ordinal; a single number applies to all. `own` is the ordinal of this
-    rank's GPU, None if unknown. `nccl`: expect one NCCL communicator.
+    `counts` has one number for each GPU, by CUDA ordinal; a single number applies to all GPUs. `own` is the ordinal of
+    this rank's GPU, None if unknown. `nccl`: expect one NCCL communicator.
     """
 
     counts: tuple[int, ...]

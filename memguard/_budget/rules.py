@@ -428,7 +428,7 @@ def _levels(monitor: Mapping[str, Any], budget: Checked | None) -> Iterator[Viol
 
 
 def _metrics(metrics: Mapping[str, Any]) -> Iterator[Violation]:
-    """`metrics` needs an exporter. An unknown key has its own problem and may be a misspelt one."""
+    """`metrics` needs an exporter. An unknown key has a problem of its own, and may be a misspelt exporter."""
     exporters = {key: value for key, value in metrics.items() if key != "opentelemetry" or value is not False}
     if set(exporters) <= {"job"}:
         from memguard._budget import suggestions

@@ -42,7 +42,7 @@ def plain(text: str) -> str:
 def quantity(value: object, bare: str) -> str | None:
     """The percentage or size that the user probably intended, in a budget's syntax; None if it cannot be inferred.
 
-    `bare` is the unit of a small number without one: `%`, `GiB` or `MiB`.
+    `bare` is the unit of a small number that has no unit: `%`, `GiB` or `MiB`.
     """
     if isinstance(value, bool):
         return None

@@ -92,7 +92,7 @@ class SharedPool(Allocator):
         """The framework's blocks on the GPU of this thread's current context. None if that context is not a primary
         one, or if there is no pool.
 
-        Raises CapNotApplied as `use` does.
+        Raises CapNotApplied like `use`.
         """
         context = contexts.current_handle()
         known = self._blocks.get((framework, context or 0))
@@ -226,7 +226,7 @@ class SharedPool(Allocator):
     def restore(self) -> None:
         """Make the former pools current again. The driver destroys each pool of this object with its last allocation.
 
-        A second call continues an interrupted one.
+        A second call continues an interrupted call.
         """
         self._over = True
         while self._pools:

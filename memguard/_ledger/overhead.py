@@ -270,7 +270,7 @@ class Overhead:
         )
 
     def _charge_explained(self, size: int, most: int) -> Overhead | None:
-        """The state with a growth of `size` charged to its possible causes; None without one.
+        """The state with a growth of `size` bytes charged to its possible causes; None without a possible cause.
 
         `most`: the number of first uses that may coincide if entries cannot be observed; 0 if no first use is possible.
         """

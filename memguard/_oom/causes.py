@@ -176,7 +176,7 @@ class Case:
 
     @cached_property
     def fits_unfragmented(self) -> bool:
-        """Whether the request would fit under its cap if its cache were unfragmented."""
+        """Whether the request would fit under the requester's cap if the cache were unfragmented."""
         if self.classification.requested is None:
             return False
         if self.pool_unreported:  # cap and GPU have room, so its pool has no block of that size

@@ -169,7 +169,8 @@ class Spans:
             return self._due(float("inf") if everything else self._clock())
 
     def _due(self, now: float) -> list[Event]:
-        """The events of due spans, oldest first. Stops at the first that is not due, because there may be many."""
+        """The events of due spans, oldest first. Stops at the first span that is not due, because there may be many
+        spans."""
         events: list[Event] = []
         while self._rows:
             key, row = next(iter(self._rows.items()))

@@ -42,7 +42,7 @@ _PART: Mapping[str, tuple[type, ...]] = {"limit": (int,), "reserve": (int,), "un
 
 
 class Parser:
-    """Parses the lines of one file, in order. `line` is the number of the last one, from 1."""
+    """Parses the lines of one file, in order. `line` is the number of the last parsed line, from 1."""
 
     def __init__(self, name: str) -> None:
         self.name, self.line = name, 0

@@ -118,7 +118,7 @@ def once(events: Sequence[Refusal], reports: Sequence[Reported]) -> tuple[Refusa
 
 
 def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Reported) -> int | None:
-    """The index of the event that counts the report's request; None if there is none.
+    """The index of the event that counts the report's request; None if no event does.
 
     `events` are one framework's on one GPU, by time; `left` is the number of reports that each may still match. An
     event of several requests has the time of the last.

@@ -303,7 +303,8 @@ class Writer:
         self._size += len(line)
 
     def _adopt_existing(self) -> None:
-        """Treat existing files with this name or a part's name as an earlier run's. Raises if one must not change."""
+        """Treat existing files with this name or a part's name as an earlier run's. Raises if one of these files must
+        not change."""
         for number, path in files.numbered(self.path):
             self._number = max(self._number, number + 1)
             if files.is_ours(path):
