@@ -97,7 +97,7 @@ class DeviceBudget(_Model):
 
 
 class DeviceOverride(_Model):
-    """Overrides for some GPUs. A missing key is None and takes the value of `device`."""
+    """Overrides for some GPUs. A missing key, None here, has the value of `device`."""
 
     limit: values.OwnLimit = _key("As in device.", examples=["90%", "40GiB"])
     reserve: values.OwnReserve = _key("As in device.", examples=["auto", "2GiB"])
