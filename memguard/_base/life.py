@@ -85,7 +85,7 @@ def at_exit(order: HookOrder, call: Call) -> None:
     global _registered
     exits.append(_ExitHook(order, call))
     before, _registered = _registered, _Exit()
-    atexit.register(_registered)  # before unregistering the old one: an interruption leaves two rather than none
+    atexit.register(_registered)  # before the old hook is unregistered: an interruption leaves two
     if before is not None:
         atexit.unregister(before)
 

@@ -51,7 +51,7 @@ class _Pool:
         return self._attribute(_RESERVED)
 
     def peak(self) -> int:
-        """The peak of `held`."""
+        """The peak of `reserved`, in bytes."""
         return self._attribute(_RESERVED_PEAK)
 
     def used(self) -> int:

@@ -220,7 +220,7 @@ def reclaimable_caches(usages: Mapping[str, Usage | None], requester: str) -> li
 
 def pick_donor(found: Iterable[ReclaimableCache], short: int) -> ReclaimableCache | None:
     """Pick the sibling to trim first if `short` bytes are missing: the largest cache whose reclaimable bytes are known
-    (`sure`), else the largest.
+    (`sure`); if there is none, the largest cache.
 
     None if all caches together are too small: the request fails anyway, so no sibling should lose its cache.
     """

@@ -41,7 +41,8 @@ MOST = 20
 number its steps."""
 OTHERS = "other workloads"
 _HANGS = 0.5
-"""Seconds after which the monitor's sample counts as hanging, at the end of the program or budget."""
+"""At the end of the program or budget, a sample of the monitor that takes longer than this many seconds counts as
+hanging."""
 
 
 class Timeline(Extension):
