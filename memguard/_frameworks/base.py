@@ -123,7 +123,8 @@ class Framework(Allocator):
         self.on_refusal: Callable[[RefusedRequest], str | None] | None = None
         """Called by `_report_refusal` with each refused request; set by the guard. Returns the id of the record."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
-        """Called by `_request_room` to make room before a request is refused; set by the guard."""
+        """Called by `_request_room` before a request is refused: siblings release cache, or an elastic cap rises. Set
+        by the guard."""
 
     @property
     def name(self) -> str:
@@ -163,7 +164,7 @@ class Framework(Allocator):
 
     @abstractmethod
     def _live(self, module: ModuleType) -> bool:
-        """Whether the imported framework has initialised CUDA, so that it may hold GPU memory."""
+        """True if the imported framework has initialised CUDA, so that it may hold GPU memory."""
 
     def prepare(self, undo: Undo) -> None:
         """Set the variables that the framework reads during its import. Called before the import.
@@ -313,8 +314,8 @@ def accept_permanent_limits(
 ) -> Applied:
     """Keep the existing limits of a live framework whose limits can no longer change.
 
-    Raises CapNotApplied unless an earlier budget of this process set them and they fit these caps. `existing` has the
-    cap and the limit by device UUID, in bytes.
+    Raises CapNotApplied unless an earlier budget of this process set these limits and they fit the new caps. `existing`
+    has the cap and the limit by device UUID, in bytes.
     """
     if not existing:
         raise CapNotApplied(

@@ -235,7 +235,7 @@ class DriverPages:
         return self._large + self._small + self.queued + self._expected
 
     def counted(self) -> int:
-        """`held` without the bytes that `expect` adds."""
+        """`held` without the bytes that `expecting` adds."""
         return self._large + self._small + self.queued
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:

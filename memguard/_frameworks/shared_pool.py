@@ -1,9 +1,9 @@
 """The driver pool that several frameworks share under `strategy: pool`: creation, accounting and undo.
 
 Measured on an H200: with a current pool of `maxSize` 4 GiB, torch's `cudaMallocAsync` and CuPy's async allocator stop
-at 4,096 MiB together, and each reuses blocks that the other freed. The release threshold is "never": freed memory stays
-in the pool for the next request. Other code may change the threshold (CuPy's `MemoryAsyncPool.set_limit` does), so each
-reading checks it and restores it.
+at 4,096 MiB together, and each reuses blocks that the other freed. The release threshold is the maximum: freed memory
+stays in the pool for the next request. Other code may change the threshold (CuPy's `MemoryAsyncPool.set_limit` does),
+so each reading checks it and restores it.
 
 Each framework registers here the function that counts its bytes.
 """
@@ -92,7 +92,7 @@ class SharedPool(Allocator):
         """The framework's blocks on the GPU of this thread's current context. None if that context is not a primary
         one, or if there is no pool.
 
-        Raises CapNotApplied as `use` does.
+        Raises CapNotApplied like `use`.
         """
         context = contexts.current_handle()
         known = self._blocks.get((framework, context or 0))
@@ -117,7 +117,7 @@ class SharedPool(Allocator):
         return self._of.get((framework, uuid))
 
     def begin(self, framework: str, uuid: str) -> None:
-        """Create the pool at the first reading of a framework whose allocator is its own."""
+        """Create the pool. Called at the first reading of a framework that allocates by itself."""
         if uuid in self._pools or self._over:
             return
         ordinal = contexts.ordinals().get(uuid)
@@ -133,7 +133,7 @@ class SharedPool(Allocator):
         self._counts[framework] = counted
 
     def forget(self, framework: str) -> None:
-        """Remove the framework's count."""
+        """Unregister the function that counts the framework's bytes."""
         self._counts.pop(framework, None)
 
     def figures(self, uuid: str) -> tuple[int, int] | None:
@@ -226,7 +226,7 @@ class SharedPool(Allocator):
     def restore(self) -> None:
         """Make the former pools current again. The driver destroys each pool of this object with its last allocation.
 
-        A second call continues an interrupted one.
+        A second call continues an interrupted call.
         """
         self._over = True
         while self._pools:

@@ -79,8 +79,8 @@ class _Work(NamedTuple):
 
 
 class Admission:
-    """Admission control for one budget. `find_drift` checks whether a framework's cap still holds, and records what
-    broke it."""
+    """Admission control for one budget. `find_drift` checks whether a framework's cap still holds, and records the
+    changes that broke it."""
 
     def __init__(
         self, caps: CapTable, elastic: ElasticCaps, callbacks: Callbacks, find_drift: Callable[[str], None]
@@ -311,7 +311,8 @@ class Admission:
         reservations = snapshots[-1].reservations
         if not self.queue.replace(reservations, begun(reservations, reservation, in_use)):
             return False
-        # From here on no cap is lowered below the reserved bytes. But a cap may have been lowered after the reading.
+        # From here on no cap is lowered below the reserved bytes. Between the reading and this point a cap may have
+        # been lowered.
         caps = [
             (self._caps.device_plan(snapshot.device_plan.device.uuid).caps, snapshot.device_plan.caps)
             for snapshot in snapshots

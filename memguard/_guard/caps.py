@@ -59,7 +59,7 @@ class Callbacks:
         self.refusal: Callable[[RefusedRequest], None] | None = None
         """Called when an allocator refused a request, within the failing allocation."""
         self.stop: Undo | None = None
-        """The session's undo steps. The guard runs them before its own, without its lock."""
+        """The session's undo steps. The guard runs them before its own undo steps, without its lock."""
 
 
 class CappedFramework:
@@ -173,7 +173,7 @@ class CapTable:
         )
 
     def used_by(self, framework: str) -> Sequence[DevicePlan]:
-        """The GPUs for a call without `device=`: those that the framework uses; if none, the first GPU."""
+        """The GPUs for a call without `device=`: the GPUs that the framework uses; if it uses none, the first GPU."""
         device_plans = self.plan.devices
         if len(device_plans) == 1:
             return device_plans
@@ -215,7 +215,7 @@ class CapTable:
     # the frameworks
 
     def install(self, entries: dict[str, CappedFramework]) -> None:
-        """Replace the mappings of frameworks and allocators. Other threads may still iterate over the old ones."""
+        """Replace the mappings of frameworks and allocators. Other threads may still iterate over the old mappings."""
         self.frameworks = {name: entry.framework for name, entry in entries.items()}
         allocators: dict[str, Allocator] = {name: one for name, one in self.frameworks.items() if not one.pooled}
         if self.shared_pool is not None and entries:
@@ -271,7 +271,7 @@ class CapTable:
     # drift
 
     def find_drift(self, only: str | None = None) -> None:
-        """Check each framework, or `only` one, for drift of its cap, and record what changed.
+        """Check each framework, or `only` one, for drift of its cap, and record the changes.
 
         The check takes no lock, because a driver may hang. A result obtained during a `resize` is dropped, because
         `resize` changes the settings that the adapter compares with.

@@ -308,7 +308,7 @@ def _why_room_not_requested(framework: Framework | None) -> WhyNoHelp | None:
 
 
 def _with_caps(sample: Sample, plan: Plan) -> Sample:
-    """The sample with its elastic caps replaced by those of the plan."""
+    """The sample with its elastic caps replaced by the plan's present caps."""
     devices, caps = (
         [],
         {

@@ -86,7 +86,7 @@ class AdmissionOnDemand:
 
     @property
     def idle(self) -> bool:
-        """Whether no workload holds a reservation or waits for one."""
+        """True if there is no active and no waiting reservation."""
         return self._made is None or self._made.queue.idle
 
     @property
@@ -359,7 +359,7 @@ class Guard:
 
     def peaks(self) -> dict[str, dict[str, int]]:
         """The peak of bytes in use by UUID and framework, as of the last ledger or sample, for each framework of the
-        budget that reports one."""
+        budget that reports its peak."""
         caps, found = self.caps, self.reader.peaks() if self.caps.suspended is None else {}
         return {uuid: {n: peak for n, peak in peaks.items() if n in caps.frameworks} for uuid, peaks in found.items()}
 

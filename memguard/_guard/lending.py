@@ -186,7 +186,7 @@ def plan_call_back(states: Mapping[str, CapState], room: int) -> dict[str, int]:
 
 def _lower_unused(states: Mapping[str, CapState], need: int) -> tuple[dict[str, int], int]:
     """The caps lowered by unused memory to free `need` bytes, and the bytes still missing (negative if more was freed).
-    Lowers frameworks that can request room first, and of these the one with the most unused memory."""
+    Lowers frameworks that can request room first, and of these the framework with the most unused memory."""
     caps: dict[str, int] = {}
     unused = {name: state.unused for name, state in states.items()} if need > 0 else {}
     for name in sorted(unused, key=lambda one: (not states[one].requests_room, -unused[one])):
@@ -223,7 +223,7 @@ def reclaimable_caches(usages: Mapping[str, Usage | None], requester: str) -> li
 
 def pick_donor(found: Iterable[ReclaimableCache], short: int) -> ReclaimableCache | None:
     """Pick the sibling to trim first if `short` bytes are missing: the largest cache whose reclaimable bytes are known
-    (`sure`), else the largest.
+    (`sure`); if there is none, the largest cache.
 
     None if all caches together are too small: the request fails anyway, so no sibling should lose its cache.
     """

@@ -75,7 +75,7 @@ class ReservationQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether no workload holds a reservation or waits for one."""
+        """True if there is no active and no waiting reservation."""
         return self.current is EMPTY
 
     def forked(self) -> None:

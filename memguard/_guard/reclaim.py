@@ -1,4 +1,4 @@
-"""Reclaim: makes room for one request by raising an elastic cap and trimming idle caches of siblings.
+"""Reclaim: raises an elastic cap and trims siblings' idle caches, so that one request can be served.
 
 `lending` decides. Reclaim may run within the failing allocation, on the user's thread, which holds no lock of the
 requesting adapter. The returned bytes are measured as the decrease of this process's memory in NVML during a trim,
@@ -24,7 +24,7 @@ from memguard._guard.caps import CapTable
 from memguard.errors import CapNotApplied
 
 _KEPT = 64
-"""Events kept until the session records them."""
+"""The most events that are queued for the session."""
 
 
 class WorkloadReservations(Protocol):
@@ -33,7 +33,7 @@ class WorkloadReservations(Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no workload holds a reservation or waits for one."""
+        """True if there is no active and no waiting reservation."""
 
     def reserved_not_taken(self, framework: str, uuid: str, in_use: int | None) -> int:
         """Bytes that the framework's workloads have reserved and not yet allocated, computed from `in_use`."""
@@ -53,7 +53,7 @@ class Reclaimer:
         """Events of moved caps and returned memory. They are queued because no callback may run within an
         allocation."""
         self.returned: Counter[tuple[str, str]] = Counter()
-        """Bytes that each framework returned to make room for siblings, by framework and GPU (UUID)."""
+        """Bytes that each framework returned to the driver for siblings' requests, by framework and GPU (UUID)."""
         self.lends: Counter[tuple[str, str]] = Counter()
         """Number of raises of an elastic cap, by framework and GPU (UUID)."""
 

@@ -184,7 +184,7 @@ class Request(NamedTuple):
 
     `enclosing`: the reservations of the enclosing workloads. `before`: the waiting reservations that are served first.
     `reserves`: a workload requests the bytes to reserve them, in addition to `enclosing` or covered by `enclosing`.
-    `shared`: the allocator's name, by framework, for frameworks that share one.
+    `shared`: the allocator's name, by framework, for frameworks that share an allocator.
     """
 
     framework: str

@@ -1,4 +1,4 @@
-"""The cause of an out-of-memory error, from the figures of its refusal. A table of causes: the first match wins.
+"""Determines the cause of an out-of-memory error from the figures of the refusal, by a table: the first match wins.
 Pure."""
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ WORKSPACE = 256 * MIB
 _PIECES = 10
 """Fragmentation is the cause only if it wastes at least this fraction (1/10) of the cap."""
 _WHEN = {"peak": " at its peak", "sample": " in the last sample"}
-"""When a figure was read, by its source, if it was not read at the refusal."""
+"""For each source of figures read at another time than the refusal: the phrase that says when."""
 _PRESENT = "is", "has", "have", "holds"
 
 Reason = Literal["cap", "card", "cap and card", "fragmented", "unknown", "elsewhere"]
-"""Why the request failed: its own cap, the full card (or the full machine, with unified memory), or both; a fragmented
-cache under a large enough cap; unknown; or an exhausted memory other than the GPU's."""
+"""Why the request failed: the requester's cap, the full card (or the full machine, with unified memory), or both; a
+fragmented cache under a large enough cap; unknown; or an exhausted memory other than the GPU's."""
 
 
 @dataclass(frozen=True)
 class Case:
     """An out-of-memory error on one GPU, and the figures behind its cause and its remedies. Sizes are bytes.
 
-    `row` is the requester's, None for a library: its memory lies outside every cap. `needed` is the request plus the
-    bytes that its allocator takes beyond it. `at_refusal`: the requester's figures are from the moment of the refusal.
-    `sampled_free`: the GPU's free memory in the last sample before the refusal.
+    `row` is the requester's ledger row; None for a library, whose memory lies outside every cap. `needed` is the
+    request plus the bytes that the allocator takes beyond the request. `at_refusal`: the requester's figures are from
+    the moment of the refusal. `sampled_free`: the GPU's free memory in the last sample before the refusal.
     """
 
     gpu: DeviceLedger
@@ -79,7 +79,7 @@ class Case:
 
     @cached_property
     def not_reusable(self) -> int | None:
-        """The part of its cap that the requester cannot reuse: held less reclaimable. None if unknown."""
+        """The part of the requester's cap that it cannot reuse: held less reclaimable. None if unknown."""
         if self.row is None:
             return 0
         if self.others_in_use is not None:
@@ -97,7 +97,7 @@ class Case:
 
     @cached_property
     def sharers(self) -> tuple[Row, ...]:
-        """The rows of the requester's allocator other than its own."""
+        """The ledger rows of the other frameworks that use the requester's allocator."""
         if self.device_plan is None or self.allocator is None:
             return ()
         names = self.allocator, *clients(self.device_plan, self.allocator)
@@ -105,13 +105,13 @@ class Case:
 
     @cached_property
     def others_in_use(self) -> int | None:
-        """The bytes that other clients use of the requester's allocator; None if the allocator has no other client."""
+        """The bytes of the requester's allocator that other frameworks use; None if no other framework shares it."""
         own = self.row is None or self.allocator == self.row.name
         return None if own else sum(row.in_use or 0 for row in self.sharers)
 
     @cached_property
     def cap_headroom(self) -> int | None:
-        """The requester's headroom under its cap; None without a cap, or if it is unknown."""
+        """The requester's headroom under its cap; None without a cap, or if the headroom is unknown."""
         if self.row is None or self.row.cap is None or self.not_reusable is None:
             return None
         return max(self.row.cap - self.not_reusable, 0)
@@ -144,7 +144,7 @@ class Case:
 
     @cached_property
     def refused_by_cap(self) -> bool:
-        """Whether the cap is known to be the cause although the size of the request or the bytes in use are unknown. An
+        """True if the cap is certainly the cause although the size of the request or the bytes in use are unknown. An
         allocator refuses a request that does not fit under its cap or on the GPU. So the cap refused if the GPU had
         more free memory than the headroom, or more than the request.
         """
@@ -162,20 +162,21 @@ class Case:
 
     @property
     def _own(self) -> int:
-        """The memory that the requester trims itself before it fails, or that is idle in its pool."""
+        """The memory that the requester's allocator trims before it refuses, or that is idle in its pool."""
         if self.others_in_use is not None:
             return sum(row.cached or 0 for row in self.sharers)
         return (self.row.reclaimable or 0) if self.row is not None else 0
 
     @property
     def fragmented(self) -> bool:
-        """Whether fragmentation is the cause. Every cache is fragmented by a few per cent, which is not enough."""
+        """Whether fragmentation is the cause. A few per cent do not count, because every cache is fragmented to that
+        degree."""
         cap = (self.row.cap if self.row is not None else None) or 0
         return self.at_refusal and self.fits_unfragmented and self.fragmented_cache * _PIECES >= cap
 
     @cached_property
     def fits_unfragmented(self) -> bool:
-        """Whether the request would fit under its cap if its cache were unfragmented."""
+        """Whether the request would fit under the requester's cap if the cache were unfragmented."""
         if self.classification.requested is None:
             return False
         if self.pool_unreported:  # cap and GPU have room, so its pool has no block of that size
@@ -234,7 +235,7 @@ def unknown(ledger: Ledger | None) -> tuple[Reason, str]:
 
 
 class Cause(NamedTuple):
-    """One row of the table: the reason, its condition on the figures, and its sentence."""
+    """One entry of the table: the reason, the condition on the figures, and the sentence of the report."""
 
     reason: Reason
     shown_by: Callable[[_Figures], bool]
@@ -244,8 +245,8 @@ class Cause(NamedTuple):
 def reason(case: Case, request: RefusedRequest | None, since: str) -> tuple[Reason, str]:
     """Whether the cap or the full GPU caused the refusal, and a sentence with the figures that show it.
 
-    `since` describes the changes after the refusal. Current figures cannot tell a fragmented cache from memory that was
-    freed after the refusal.
+    `since` describes the changes after the refusal. Current figures do not distinguish a fragmented cache from memory
+    that was freed after the refusal.
     """
     figures = _Figures(case, request, since)
     cause = next(one for one in (CAUSES if figures.capped else CAUSES_WITHOUT_A_CAP) if one.shown_by(figures))
@@ -321,7 +322,8 @@ class _Figures:
 
     @property
     def left(self) -> str:
-        """For a request that the requester's own allocator refused: the figure that is unknown, and the headroom."""
+        """The sentence for a request that the requester's own allocator refused: which figure is unknown, and the
+        headroom."""
         what = "the size of the request is unknown" if self.requested is None else "what it has in use is unknown"
         left = "an unknown part" if self.case.cap_headroom is None else format_size(self.case.cap_headroom)
         return f"{what}: {left} of its cap {'were' if self.since else 'are'} left"
@@ -409,4 +411,4 @@ CAUSES = (
         lambda it: f"there is room now {it.room}: memory was freed since, as far as is known",
     ),
 )
-"""The first row whose condition holds is the cause. The last row of each table always holds."""
+"""The first entry whose condition holds is the cause. The last entry of each table always holds."""

@@ -1,8 +1,8 @@
-"""Classify an exception by the memory that ran out, by its type first and its text second. Pure: a table of rules.
+"""Classify an exception by the memory that ran out: first by type, then by text. Pure: a table of rules.
 
-A rule names the memory and explains the match. The first matching rule wins, so their order matters: texts that only
-resemble an out-of-memory error; disks, page-locked memory and CPU memory; certain GPU memory; possible GPU memory. A
-framework's own rules are in its spec. `tests/oom` holds example texts with their sources.
+A rule names the memory and explains the match. The first matching rule wins, so the rules have this order: texts that
+only resemble an out-of-memory error; disks, page-locked memory and CPU memory; certain GPU memory; possible GPU memory.
+A framework's own rules are in its spec. `tests/oom` holds example texts with their sources.
 """
 
 from __future__ import annotations
@@ -156,10 +156,8 @@ _REST = (
 
 
 def _own_rules(memory: Memory, by_type: bool = False) -> Iterator[Rule]:
-    """The frameworks' own rules for this memory: either those by type alone, or those by text.
-
-    Rules with both text and type come first, so that a rule with only another framework's text cannot match their
-    errors.
+    """The frameworks' own rules for this memory: either rules by type alone, or rules by text. Rules with both text and
+    type come first, so that another framework's rule with text alone cannot match these errors.
     """
     found = {
         spec.name: [own for own in spec.errors if own.memory == memory and (not own.text) is by_type]
@@ -189,13 +187,13 @@ STEMS = (
     "no space left", "disk is full", "bfcarena", "batch size", "new thread", "able to create", "unexpectedly",
     *(stem for spec in SPECS.values() for stem in spec.stems),
 )  # fmt: skip
-"""Every text that a rule matches contains one of these in lower case, unless the rule is a certain `none`. So
-`classify` skips an error with none of them in its text and no type that contains "Memory"."""
+"""Every text that a rule matches contains one of these in lower case, unless the rule certainly classifies the error as
+`none`. So `classify` skips an error with none of them in its text and no type that contains "Memory"."""
 
 _ERRNO: Mapping[int, Memory] = {12: "host", 28: "disk", 122: "disk"}
-"""ENOMEM, ENOSPC, EDQUOT."""
+"""The error numbers ENOMEM, ENOSPC and EDQUOT."""
 _FAMILIES = {**{first: spec.name for spec in SPECS.values() for first in spec.families}, "rmm": "rmm"}
-"""The framework, by the first component of a type's name."""
+"""The framework of each first component of a type's name."""
 _SCALE = {unit: 1 << 10 * power for power, unit in enumerate("BKMGTPE")}
 _SIZE = r"(\d[\d,]*(?:\.\d*)?) ?(bytes|B|[KMGTPE]i?B?)(?![\w])"
 _VERB = r"(?:[Aa]llocat(?:e|ing)|request for|asked for|to alloc|[cm]alloc async|cudaMalloc|pinned memory|Requested *:)"
@@ -216,7 +214,7 @@ _RAISED = re.compile(
 
 
 def classify(facts: ErrorFacts) -> Classification:
-    """Classify the exception by type first and text second. The memory is `none` if it is no out-of-memory error."""
+    """Classify the exception by type first and text second. The memory is `none` for any other exception."""
     if "builtins.OSError" in facts.mro and isinstance(number := facts.attributes.get("errno"), int):
         memory = _ERRNO.get(number, "none")
         return Classification(memory, None, requested_bytes(facts) if memory != "none" else None, True)
@@ -238,7 +236,7 @@ def classify(facts: ErrorFacts) -> Classification:
 
 
 def _may_match(facts: ErrorFacts) -> bool:
-    """Whether a rule may match. This check is fast, because it runs on every exception that leaves a block."""
+    """Whether a rule may match. This fast check runs on every exception that leaves a block."""
     if any("Memory" in name for name in facts.mro):
         return True
     text = facts.text.casefold()
@@ -254,7 +252,7 @@ def family(facts: ErrorFacts) -> str | None:
 
 
 def requested_bytes(facts: ErrorFacts) -> int | None:
-    """The requested bytes, from attributes or text, whichever is more exact; None if neither has them."""
+    """The requested bytes, from the attributes or the text, whichever is more exact; None if neither contains them."""
     raised = SPECS.get(family(facts) or "")
     own = "requested" if facts.type.startswith("memguard.") else raised.size_attribute if raised is not None else ""
     for name in ("memguard_requested", own):  # memguard's adapters set it on driver errors without a size
@@ -273,7 +271,7 @@ def requested_bytes(facts: ErrorFacts) -> int | None:
 
 
 def _wrapped(text: str) -> tuple[str, ...]:
-    """The type at the end of a traceback in the text: workers send their errors as text."""
+    """The exception type at the end of a traceback in the text, because workers send their errors as text."""
     if "Traceback (most recent call last)" not in text:
         return ()
     names = _RAISED.findall(text)[-1:]
@@ -289,6 +287,7 @@ def _requester(rule: Rule, found: re.Match[str], facts: ErrorFacts) -> str | Non
 
 
 def _had_enough_free(text: str) -> bool:
-    """Whether the text has free and requested bytes, and enough were free. Such a text is about an earlier error."""
+    """True if the text contains free and requested bytes, and enough bytes were free. Such a text is about an earlier
+    error."""
     found = _FREE.search(text)
     return found is not None and int(found[1]) > int(found[2])

@@ -43,8 +43,8 @@ _ATTRIBUTES = (
     "requested", "memguard_requested", RECORD,
     *(row.size_attribute for row in SPECS.values() if row.size_attribute),
 )  # fmt: skip
-"""Exception attributes with figures. The frameworks' errors and memguard's simulated errors have them, and memguard
-adds them to PyCUDA's and Numba's errors."""
+"""Exception attributes that contain figures. The frameworks' errors and memguard's simulated errors have these
+attributes, and memguard adds them to PyCUDA's and Numba's errors."""
 _MAX_TEXT = 4_000
 """Characters read at each end of a text. TensorFlow's texts list the whole graph."""
 _MAX_CHAIN = 100
@@ -63,8 +63,8 @@ batches."""
 
 
 class OomContext(NamedTuple):
-    """The input of a report, read while the error is alive. `processes`: other processes, by UUID and PID. `peaks`:
-    each framework's peak of bytes in use, by UUID and name."""
+    """The input of a report, read while the error is alive. `processes`: the bytes of other processes, by UUID and PID.
+    `peaks`: each framework's peak of bytes in use, by UUID and name."""
 
     ledger: Ledger | None = None
     plan: Plan | None = None
@@ -103,16 +103,16 @@ _reports: dict[int, Report] = {}
 _in_full: deque[int] = deque(maxlen=_MAX_REPORTS)
 """The numbers of the reports that were or will be printed in full."""
 _records: dict[int, _Record] = {}
-"""Records whose error was not reported yet, by number."""
+"""Records of refused requests whose error was not reported yet, by number."""
 _caught_reports: dict[int, Report] = {}
-"""Reports that `last_oom` made from these records."""
+"""Reports that `last_oom` made from the records of refused requests."""
 _shown: dict[tuple[str | None, ...], _Shown] = {}
 
 
 def install(
     read: Callable[[], OomContext], *sinks: Callable[[Report], None], clock: Callable[[], float] = time.monotonic
 ) -> Callable[[], None]:
-    """Examine uncaught exceptions, of all threads, until the returned function undoes it.
+    """Examine uncaught exceptions of all threads. The returned function removes the hooks.
 
     `read` reads the context on the thread of the error; if it raises, the report uses only the error's own text. Each
     of `sinks` is called with every new report. `clock` is as `time.monotonic`.
@@ -272,7 +272,7 @@ def _make_report(
 
 
 def _pop_record(facts: ErrorFacts, classification: Classification) -> _Record | None:
-    """Take the record of the refusal that caused the error, so that no other error uses it."""
+    """Remove and return the record of the refusal that caused the error, so that no other error uses it."""
     number = _record_number(facts, classification)
     if number is None:
         return None
@@ -281,7 +281,7 @@ def _pop_record(facts: ErrorFacts, classification: Classification) -> _Record | 
 
 
 def request_of(facts: ErrorFacts, classification: Classification) -> RefusedRequest | None:
-    """The recorded refused request that caused the error, if any. The record stays for a report."""
+    """The recorded refused request that caused the error, if any. The record remains available for a report."""
     number = _record_number(facts, classification) if _pid == os.getpid() else None
     record = _records.get(number) if number is not None else None
     return record.request if record is not None else None
@@ -316,7 +316,7 @@ def _log_failure(what: str, failure: BaseException) -> None:
 class _Output:
     """The output of one report: in full, or as one line shortly after a similar one.
 
-    The choice is made at construction, so that a traceback printed before the full report can omit the error's note.
+    The constructor chooses the form, so that a traceback printed before the full report can omit the error's note.
     """
 
     def __init__(self, report: Report, number: int) -> None:
@@ -406,7 +406,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def related(error: BaseException) -> tuple[BaseException | None, BaseException | None, tuple[BaseException, ...]]:
     """The exception's cause, its context and the members of a group, read without code of its class.
 
-    Its class may have properties of these names, which raise or never return.
+    The class may have properties of these names that raise or never return.
     """
     # Python 3.11's exception groups, or those of the package `exceptiongroup`.
     backport = sys.modules.get("exceptiongroup")
@@ -420,7 +420,7 @@ def related(error: BaseException) -> tuple[BaseException | None, BaseException |
 
 
 def context_suppressed(error: BaseException) -> bool:
-    """Whether to skip its context: after `from None`, or `from` another exception."""
+    """Whether to skip the exception's context: after `from None`, or `from` another exception."""
     return bool(_SUPPRESSED.__get__(error))
 
 
@@ -439,7 +439,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def _marked(error: BaseException) -> int | None:
-    """The number of its report, if this process reported it."""
+    """The number of the exception's report, if this process reported the exception."""
     mark = _attributes_of(error).get(_MARK)
     return mark[1] if mark is not None and mark[0] == os.getpid() else None
 
@@ -470,8 +470,8 @@ def _plain_attribute(error: BaseException, name: str) -> int | str | None:
 def without_note(error: BaseException, prints: bool) -> Callable[[], None]:
     """Remove the notes of reports printed in full from the errors while their traceback is printed.
 
-    `prints`: Python's own hook prints the traceback next to the report. Any other hook may send the error elsewhere:
-    then the note is shortened to one line. Returns a function that restores the notes. It holds no other reference to
+    `prints`: Python's own hook prints the traceback next to the report. Any other hook may send the error elsewhere, so
+    the note is then shortened to one line. Returns a function that restores the notes and holds no other reference to
     the error.
     """
     taken: list[tuple[list[Any], int, str]] = []
@@ -537,7 +537,7 @@ class _Hook:
     def _call_previous(self, args: tuple[Any, ...]) -> None:
         """Call the previous hook, or let an interactive interpreter show the error in its own window.
 
-        `code.InteractiveInterpreter` and IDLE show it there only if `sys.excepthook` is Python's own.
+        `code.InteractiveInterpreter` and IDLE show the error there only if `sys.excepthook` is Python's own.
         """
         show = None
         if self._module is sys and sys.excepthook is self and self._previous is sys.__excepthook__:

@@ -1,11 +1,11 @@
-"""One refused request, from the allocator that refused it to the report and the timeline. Pure except for two locks.
+"""Passes a refused request from the allocator to the report and the timeline. Pure except for two locks.
 
 The guard adds its figures and an id to the adapter's `RefusedRequest`. The exception carries the id too.
-`RefusalCounts` counts it for the ledger and the metrics, `RefusalEvents` makes the timeline's events, and `record_of`
-finds the record of an exception. The other functions choose the figures of a report. When an exception reaches a hook
-or a block, the failing code may have freed its memory. So the report takes the figures of the refusal from the best
-available source: the record (of memguard's own allocators and torch's observer), the error's text, the framework's
-peak, or the monitor's last sample.
+`RefusalCounts` counts the request for the ledger and the metrics, `RefusalEvents` makes the timeline's events, and
+`record_of` finds the record of an exception. The other functions choose the figures of a report. When an exception
+reaches a hook or a block, the failing code may have freed its memory. So the report takes the figures of the refusal
+from the first available source: the record (of memguard's own allocators and torch's observer), the error's text, the
+framework's peak, the monitor's last sample.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RefusalCounts:
         self._counts: dict[tuple[str, str], _Count] = {}
 
     def add(self, request: RefusedRequest) -> None:
-        """Count one request, once."""
+        """Count one request. A request that is counted already is ignored."""
         if request.uuid is None:
             return
         known = self._counts.setdefault((request.framework, request.uuid), _Count())
@@ -76,7 +76,7 @@ class _Count:
 
 
 class _Waiting:
-    """The requests since the last event, which the next event counts together."""
+    """The requests since the last event. The next event counts them together."""
 
     def __init__(self, since: float) -> None:
         self.since, self.count = since, 0
@@ -176,7 +176,7 @@ def record_of(
     pid: int,
     thread: int,
 ) -> int | None:
-    """The number of the error's record; None if there is none. `records` are those without an error so far.
+    """The number of the error's record; None if there is none. `records` has the records whose error is not known yet.
 
     memguard's own allocators mark their errors. The observers of other allocators report only framework and size. Of
     several matching records, the newest of this thread is used; without one the newest of any thread, because
@@ -203,7 +203,7 @@ def _same(exact: int | None, printed: int | None) -> bool:
 
 
 def from_text(facts: ErrorFacts, classification: Classification, time: float) -> RefusedRequest | None:
-    """The figures in the error's text, by the patterns of the framework's spec; None if there are none."""
+    """The figures in the error's text, found by the patterns of the framework's spec; None if the text has none."""
     spec = SPECS.get(classification.requester or "")
     found: dict[str, Any] = {}
     for field, pattern in spec.figures if spec is not None else ():
@@ -239,7 +239,8 @@ def from_sample_or_peak(
     samples: Sequence[Sample],
     time: float,
 ) -> RefusedRequest | None:
-    """The figures for an error that has none: the last sample or the peak; None if neither explains the error.
+    """The figures for an error without figures of its own: the last sample or the peak; None if neither explains the
+    error.
 
     need  the bytes that the request needed under the requester's cap
     peak  the requester's largest use on this GPU so far
@@ -276,9 +277,8 @@ def _more(then: int | None, now: int | None) -> bool:
 
 
 def complete(request: RefusedRequest, other: RefusedRequest | None) -> RefusedRequest:
-    """The request with its missing fields from `other`, and with the larger of both figures for bytes in use.
-
-    PyTorch's text counts idle memory in the pools of CUDA graphs as in use; its counters do not.
+    """The request with missing fields filled in from `other`, and with the larger of both figures for bytes in use:
+    PyTorch's text counts idle memory in the pools of CUDA graphs as in use, and its counters do not.
     """
     if other is None:
         return request
@@ -326,7 +326,7 @@ def _row(row: Row, request: RefusedRequest) -> Row:
 
 
 def changes_since(then: DeviceLedger, now: DeviceLedger | None, name: str | None, pooled: int | None = None) -> str:
-    """The change of the figures since the refusal, as the end of a sentence; empty without a change or current figures.
+    """A clause about the change of the figures since the refusal; empty without a change or without current figures.
 
     pooled  bytes in use at the refusal that no current figure counts
     """

@@ -18,7 +18,7 @@ from memguard._oom.classify import Classification
 from memguard.errors import MemguardError
 
 _WORTH = 16 * MIB
-"""A remedy that gains less is not worth showing."""
+"""The least gain of a remedy in a report, in bytes."""
 _OTHER_MEMORY = {
     "pinned": (
         "use fewer or smaller page-locked buffers (pin_memory, prefetching)",
@@ -40,7 +40,7 @@ _NO_ROOM_WAS_MADE = {
     NoHelp.CAPTURE: "run the work once before the capture, or call memguard.require there: memguard can make room then",
     NoHelp.COMMUNICATORS: "do it on a thread of the program, not in a callback of memguard's: room can be made there",
 }
-"""The remedy for each reason why memguard could not make room."""
+"""The remedy for each reason why memguard freed no memory for the request."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def remedies(classification: Classification, case: Case | None, reason: str = "e
 
 
 def if_no_room_was_made(why: NoHelp) -> tuple[Remedy, ...]:
-    """The first remedy if memguard could not make room."""
+    """The first remedy if memguard freed no memory for the request."""
     return (Remedy(_NO_ROOM_WAS_MADE[why]),) if why in _NO_ROOM_WAS_MADE else ()
 
 
@@ -134,7 +134,8 @@ def _unaccounted(case: Case) -> Iterator[Remedy]:
 
 
 def _higher_cap(case: Case) -> Iterator[Remedy]:
-    """Raise the cap so that the request fits, if the plan has room on every GPU; else lower another cap for it."""
+    """Raise the cap so that the request fits, if the plan has room on every GPU; else lower another framework's cap
+    too."""
     row, device_plan, plan = case.row, case.device_plan, case.plan
     if row is None or device_plan is None or plan is None or row.name not in device_plan.caps:
         return
@@ -235,7 +236,8 @@ def _wider_bounds(device_plan: DevicePlan, name: str, wanted: int, least: str, g
 
 
 def _higher_limit(case: Case, wanted: int, text: str) -> Iterator[Remedy]:
-    """Raise `device.limit` to the smallest value under which the request fits. Shares grow with it, so plan again."""
+    """Raise `device.limit` to the smallest value under which the request fits. Shares grow with the limit, so the plan
+    is computed again."""
     budget, device_plan, row = case.budget, case.device_plan, case.row
     assert budget is not None and device_plan is not None and row is not None
     name, cap = row.name, device_plan.caps[row.name]
@@ -309,7 +311,7 @@ def _defragment(case: Case) -> Iterator[Remedy]:
 
 
 def _use_less(case: Case, reason: str) -> Iterator[Remedy]:
-    """Use less memory, which always helps; or check another possible cause."""
+    """The remedies that always apply: use less memory, or check another possible cause."""
     row = case.row
     if reason == "unknown" and not case.classification.certain and not case.classification.refused:
         yield Remedy("page-locked host memory gives the same error: check pin_memory and ulimit -l")

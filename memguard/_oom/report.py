@@ -34,7 +34,7 @@ __all__ = ["Classification", "ErrorFacts", "MemoryHolder", "Reason", "Remedy", "
 LINES, WIDTH = 14, 80
 """The most lines and columns of a printed report."""
 _SHOWN = 4
-"""The most holders in a printed report. Its JSON has all."""
+"""The most holders in a printed report. The report's JSON has all holders."""
 _GROWTH = 64 * MIB
 """The smallest growth before the error that is reported."""
 
@@ -44,7 +44,7 @@ class MemoryHolder:
     """A holder of this GPU's memory: `kind` is framework, process, overhead or unaccounted.
 
     `cached` and `reclaimable` are known for frameworks only; None if unknown. `upper_bound`: the framework does not
-    report its bytes, and holds at most `bytes`. No other row contains them.
+    report its bytes, and holds at most `bytes`. No other row contains these bytes.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class Report:
     None if NVML does not report them.
 
     `moment` has the figures of the refusal. It is None if only the figures of `ledger` are known, which memguard read
-    when it handled the error. `caught`: the refusal is known from its record; its error did not leave a block or the
+    when it handled the error. `caught`: memguard recorded the refusal, but the exception did not leave a block or the
     program.
     """
 
@@ -160,7 +160,7 @@ class Report:
         printer.text(str(self))
 
     def _lines(self) -> list[tuple[str, str, str]]:
-        """The style, label and text of each line. Includes as many of the best remedies as fit."""
+        """The style, label and text of each line. Includes as many of the best remedies as fit in the report."""
         lines = [("bold red", "", textwrap.shorten(f"memguard: {self.title}", WIDTH, placeholder="…"))]
         lines += _wrap("error", self.error, 1)
         gpu = next((gpu for gpu in self.ledger.devices if gpu.device.uuid == self.uuid), None) if self.ledger else None
@@ -185,7 +185,7 @@ class Report:
 
 
 def full_text(report: Report) -> str:
-    """The whole report, for a log, a file or another process. `str` is for `print`: it fits standard output."""
+    """The whole report, for a log, a file or another process. `str` returns the shorter text that `print` shows."""
     return "\n".join(visible(label + text) for _, label, text in report._lines())
 
 
@@ -212,7 +212,7 @@ def diagnose(
     time       seconds, as `time.time()`
     budget     the source of `plan`; without it no remedy changes `device.limit`
     peaks      each framework's peak of bytes in use, by device UUID and name
-    recorded   the record of the refusal; `then` is a ledger read at the same time
+    recorded   the record of the refusal; `then` is a ledger read at the refusal
     """
     raised = family(facts)
     requester = classification.requester or "unknown"
@@ -270,8 +270,8 @@ def _rows_at_refusal(
     peaks: Mapping[str, int],
     time: float,
 ) -> tuple[DeviceLedger, RefusedRequest | None]:
-    """The GPU's rows at the refusal, and the figures that they are from; the current rows and None if no figures are
-    known."""
+    """The GPU's rows at the refusal, and the refused request whose figures they contain. If no figures are known: the
+    current rows, and None."""
     from_text = refusal.from_text(facts, classification, time)
     uuid = gpu.device.uuid
     if recorded is not None:

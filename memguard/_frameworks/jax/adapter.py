@@ -4,7 +4,7 @@ Measured: the fraction refers to the memory available to CUDA. JAX reads it once
 the limit is fixed, and the pool never shrinks. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The
 client options override the environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the
 GPU backend does not load, and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit,
-`vmm` has one and reports no figures (see `jax/spec.py`). An out-of-memory error takes 10 s to appear.
+`vmm` has a limit and reports no figures (see `jax/spec.py`). An out-of-memory error takes 10 s to appear.
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
 """
@@ -335,7 +335,7 @@ def _ordinal(local: Any) -> int:
 
 
 def live_client() -> Any:
-    """JAX's CUDA backend if it has started, else None. Never starts one."""
+    """JAX's CUDA backend if it has started, else None. Never starts a backend."""
     bridge = sys.modules.get(_BRIDGE)
     backends = getattr(bridge, "_backends", None)
     return backends.get("cuda") if isinstance(backends, dict) else None

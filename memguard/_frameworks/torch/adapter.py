@@ -73,7 +73,7 @@ class Torch(resource.RmmClient):
         self._pools: dict[str, CappedPool | DefaultPool] = {}
         self._uuids: dict[str, int] | None = None
         self._set: dict[int, float] = {}  # the fractions as torch reports them
-        self._expandable: bool | None = None  # whether segments were expandable when the caps were set
+        self._expandable: bool | None = None  # whether segments were expandable when memguard set the caps
         self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as set, and as torch reports it
         self._raw_set: Callable[[float, int], None] | None = None
         self._reconfigured = self._uncached = False
@@ -312,7 +312,8 @@ class Torch(resource.RmmClient):
         return set_fraction
 
     def _record_fraction(self, ordinal: int, fraction: float, setting: str) -> None:
-        """Record the user's fraction for the undo. Until then the stricter of fraction and cap holds."""
+        """Record the user's fraction, which the undo restores. Until the undo, the stricter of fraction and cap
+        holds."""
         read = getattr(self._torch()._C, "_cuda_getMemoryFraction", None)
         self._before[ordinal] = fraction
         if read is not None:
@@ -418,7 +419,8 @@ class Torch(resource.RmmClient):
         self._unseen = self._observe(torch, backend) if self._set else None
 
     def _observe(self, torch: Any, backend: str) -> str | None:
-        """Make a live torch's allocator report refused requests. Returns the reason if it cannot, else None."""
+        """Make a live torch's allocator report refused requests. Returns the reason if that is impossible, else
+        None."""
         global _observed, _observer
         attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
         if backend != "native" or attach is None:
@@ -441,8 +443,8 @@ class Torch(resource.RmmClient):
             self._report_refusal(None, uuid, requested, "observer", reclaimable=0, **figures)
 
     def _in_use(self, ordinal: int, requested: int) -> tuple[int | None, int | None]:
-        """Bytes in use including idle bytes of private pools, and those idle bytes. Both None if torch's counters
-        suffice."""
+        """Two figures: the bytes in use including idle bytes of private pools, and these idle bytes alone. Both None if
+        torch's counters suffice."""
         torch = self._torch()
         stats = torch._C._cuda_memoryStats(ordinal)
         held, in_use = (settings.stat(stats, name, "current") for name in ("reserved_bytes", "allocated_bytes"))
@@ -484,7 +486,7 @@ class Torch(resource.RmmClient):
         self._most[ordinal] = (most, back if fraction == most else most)
 
     def _apply_pluggable(self, caps: Mapping[str, int], undo: Undo) -> Applied:
-        """Cap an allocator set by `change_current_allocator`. Only RMM's can be limited."""
+        """Cap an allocator set by `change_current_allocator`. memguard can limit only RMM's."""
         if not resource.is_loaded_for("torch"):
             raise self._unlimited()
         return self._limit_rmm(caps, undo)  # without torch's device numbers, as reading them would initialise torch
@@ -505,7 +507,7 @@ class Torch(resource.RmmClient):
             ) from error
 
     def _restore(self, torch: Any) -> None:
-        """Restore the former fractions, except where the user has set another. A failed step does not stop the
+        """Restore the former fractions, except where the user has set another fraction. A failed step does not stop the
         others."""
         global _observer
         if _observer is not None and _observer[0] is self:
@@ -533,7 +535,8 @@ class Torch(resource.RmmClient):
     def _check_properties(self, torch: Any) -> None:
         """Compare torch's multiprocessor counts with the driver's.
 
-        If torch is bound to TensorFlow's CUDA runtime, it misreads them, and the process dies of SIGFPE (measured).
+        If torch is bound to TensorFlow's CUDA runtime, it misreads the counts, and the process dies of SIGFPE
+        (measured).
         """
         for uuid, ordinal in self._ordinals(torch).items():
             true = self.host.multiprocessors(uuid)
@@ -555,7 +558,7 @@ class Torch(resource.RmmClient):
                 )
 
     def _ordinals(self, torch: Any) -> dict[str, int]:
-        """CUDA's ordinal by UUID, from a live torch. Torch's `uuid` is NVML's without `GPU-`."""
+        """CUDA's ordinals by UUID, from a live torch. Torch's `uuid` is NVML's without the prefix `GPU-`."""
         if self._uuids is None:
             count = torch.cuda.device_count()
             uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
@@ -564,7 +567,7 @@ class Torch(resource.RmmClient):
 
 
 def _exactly(allowed: int, total: int) -> float:
-    """The fraction for which torch computes exactly `allowed` bytes. Torch truncates the product."""
+    """The fraction from which torch computes exactly `allowed` bytes: torch truncates the product."""
     fraction = min(allowed / total, 1.0)
     return fraction if int(fraction * total) >= allowed else min(math.nextafter(fraction, 1.0), 1.0)
 

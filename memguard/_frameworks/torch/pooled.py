@@ -1,7 +1,8 @@
 """PyTorch in the shared pool, through its `cudaMallocAsync` backend, which allocates from the current pool.
 
-Torch's import fixes the backend, so `prepare` selects it in the environment before (measured with torch 2.11). Torch's
-in-use bytes are the pool's remainder: its own statistics describe the device's default pool, with all users.
+Torch's import fixes the backend, so `prepare` selects it in the environment before the import (measured with torch
+2.11). memguard counts as torch's in-use bytes what no other framework of the pool counts, because torch's own
+statistics describe the device's default pool, with all users.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SELECTED = f"backend:{_BACKEND}"
 _UNIT = 512
 _NEW, _OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _FIRST_WITH_NEW = (2, 10)
-"""The first torch that needs only the new variable. Older ones always read the old variable."""
+"""The first torch version that needs only PYTORCH_ALLOC_CONF. Older versions always read PYTORCH_CUDA_ALLOC_CONF."""
 
 
 class PooledTorch(Torch):
@@ -39,7 +40,7 @@ class PooledTorch(Torch):
         self.shared_pool = shared_pool
 
     def prepare(self, undo: Undo) -> None:
-        """Select the backend in the variable that the user has set, or in the one that this torch reads."""
+        """Select the backend in the variable that the user has set, or else in the variable that this torch reads."""
         names = [name for name in (_NEW, _OLD) if os.environ.get(name)]
         for name in names:
             chosen = re.search(r"backend\s*:\s*([^\s,]+)", os.environ[name])
@@ -81,7 +82,7 @@ class PooledTorch(Torch):
         return Usage(in_use, in_use, 0)
 
     def footprint(self, size: int) -> int:
-        """The bytes that it takes from the pool, which may have idle memory for them."""
+        """The bytes that the request takes from the pool, which may have idle memory for it."""
         return round_up(size, _UNIT)
 
     def drift(self) -> Sequence[Drift]:

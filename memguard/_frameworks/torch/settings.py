@@ -1,5 +1,4 @@
-"""Reads the settings of torch's allocator from a loaded torch, the environment and the installation. Never imports
-torch."""
+"""Reads the settings of torch's allocator from a loaded torch, the environment and the installation."""
 
 from __future__ import annotations
 
