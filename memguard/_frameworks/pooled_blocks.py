@@ -44,8 +44,8 @@ class PooledBlocks(PooledCapped):
         return 0 if blocks is None else blocks.in_use()
 
     def _from_pool(self, blocks: PoolBlocks, size: int, flush: Callable[[], object]) -> PoolBlock | None:
-        """Allocate a block; None if the pool has too little memory even after `flush` and after siblings released
-        theirs."""
+        """Allocate a block; None if the pool has too little memory even after `flush` and after other frameworks
+        released memory."""
         held = blocks.take(size)
         for _ in range(MOST_TIMES):
             if held is not None:
@@ -61,7 +61,7 @@ class PooledBlocks(PooledCapped):
         return contexts.uuid_of(contexts.current())
 
     def _no_room_text(self, size: int) -> str:
-        """The end of the sentence that reports a refusal."""
+        """The part of the error message that lists the requested, allowed, held and in-use bytes."""
         uuid = self._here()
         held, used = self.shared_pool.figures(uuid) or (0, 0)
         return (
