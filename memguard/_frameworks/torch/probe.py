@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def probe(report: ProbeReport) -> None:
-    """Import PyTorch, list its devices and compute. The probe of a CPU build ends after the import."""
+    """Import PyTorch, list its devices and compute. A CPU build of PyTorch ends the probe after the import."""
     with report.stage("import"):
         import torch
 

@@ -16,7 +16,8 @@ from memguard.errors import ConflictingSetting
 
 
 def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
-    """Raise ConflictingSetting if the environment disables caching, which the cap needs, or sets a looser fraction."""
+    """Raise ConflictingSetting if the environment disables caching, which the cap needs, or sets a fraction above the
+    cap."""
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
         raise ConflictingSetting(
             "torch",
@@ -53,7 +54,7 @@ def expandable(torch: Any) -> bool:
 
 def idle_in_private_pools(torch: Any, ordinal: int) -> int:
     """Idle bytes of private pools on this GPU. 0 if torch does not report them, or reports them only together with its
-    allocation history. The call lists all blocks, without a CUDA call: fast enough after a refused request, too slow
+    allocation history. Lists all blocks without a CUDA call, which is fast enough after a refused request and too slow
     for polling.
     """
     try:
@@ -78,8 +79,8 @@ def stat(stats: Mapping[str, Any], name: str, kind: str) -> int | None:
 
 
 def never_held(stats: Mapping[str, Any]) -> bool:
-    """True if torch never held memory on this GPU. Also tests the sum of all allocations, which a reset of the peak
-    does not clear."""
+    """True if torch never held memory on this GPU. Also tests the sum of all allocations, because the user can reset
+    the peak but not this sum."""
     known = [stat(stats, "reserved_bytes", kind) for kind in ("current", "peak", "allocated")]
     return known[:2] == [0, 0] and not known[2]
 
