@@ -178,7 +178,7 @@ class Framework(Allocator):
 
     @abstractmethod
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
-        """Apply the caps. Called once the framework is imported, live or not. Adds its undo steps to `undo`.
+        """Apply the caps. Called after the framework's import, live or not. Adds an undo step before each change.
 
         `options` maps each option of the spec that has `applied` set to its value in the budget.
         """
@@ -237,7 +237,7 @@ class Framework(Allocator):
             _log.debug("%s: a refused request was not recorded: %s", self.name, failure)
 
     def _request_room(self, shortage: Shortage) -> bool:
-        """Call the guard before refusing a request: it makes other frameworks release cache or raises an elastic cap.
+        """Call the guard before refusing a request, so that other frameworks release cache or an elastic cap rises.
 
         True if memory was freed or the cap raised, so that the allocator should retry. Call it on the requesting
         thread, without a lock of the adapter, at most a few times for one request. Only a signal handler that

@@ -126,7 +126,7 @@ class DriverPages:
 
     With `whole`, the framework counts all 2 MiB of a slab that it opened; in other slabs it counts only its own pieces.
     Finalizers must not call these methods. A change that a signal handler makes during another change is queued and
-    applied after it.
+    applied after the interrupted change.
     """
 
     def __init__(self, shared: Slabs, whole: bool = True) -> None:
@@ -190,7 +190,7 @@ class DriverPages:
         try:
             while self.changes:
                 change, address, size = self.changes[0]
-                change(address, size)  # updates all figures right before its `popleft`, with no call in between
+                change(address, size)  # updates all sums right before it removes its entry, with no call in between
         finally:
             self._changing = False
 
@@ -244,8 +244,8 @@ class DriverPages:
         return self._large + self._small + self.queued
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
-        """The bytes that the driver gets back if these allocations are freed. It gets a slab back only with the slab's
-        last piece."""
+        """The bytes that the driver gets back if these allocations are freed. The driver gets a slab back only with the
+        slab's last piece."""
         found = 0
         small: dict[int, int] = {}
         for address, size in pieces:
@@ -306,9 +306,8 @@ def fewest_blocks(sizes: Sequence[int], needed: int) -> list[int] | None:
     """Indices of blocks that together have at least `needed` bytes, with no superfluous block; None if all together
     have fewer.
 
-    It minimises the number of blocks rather than the bytes, because each free costs time: it selects the largest
-    blocks, then the smallest block that completes the sum. The excess over `needed` is less than the smallest selected
-    block.
+    Minimises the number of blocks rather than the bytes, because each free costs time: selects the largest blocks, then
+    the smallest block that completes the sum. The excess over `needed` is less than the smallest selected block.
     """
     if sum(sizes) < needed:
         return None

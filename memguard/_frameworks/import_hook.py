@@ -25,7 +25,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
 
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[], None]] = {}
-        self._lock = threading.RLock()  # never held during a search or an import
+        self._lock = threading.RLock()  # not held while other finders search or the module's code runs
         self._finding = threading.local()
 
     def watch(self, module: str, callback: Callable[[], None]) -> Callable[[], None]:
@@ -132,7 +132,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Restore the real loader first, so that the module shows no trace of the hook.
+        # Restore the real loader first, so that the module's own code does not see this wrapper as its loader.
         module.__loader__ = self._inner
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
@@ -160,7 +160,7 @@ def to_stderr(text: str) -> None:
 class RealImports(importlib.abc.MetaPathFinder):
     """On simulated GPUs, warns once per process that nothing limits an imported real framework.
 
-    `gpus` are the GPUs' names in the warning.
+    `gpus` are the names of the simulated GPUs, for the warning.
     """
 
     def __init__(self, gpus: Sequence[str]) -> None:
@@ -179,7 +179,7 @@ class RealImports(importlib.abc.MetaPathFinder):
             enter(self)
 
     def stop(self) -> None:
-        """Remove the finder."""
+        """Remove this finder from `sys.meta_path`."""
         leave(self)
 
     def find_spec(

@@ -22,8 +22,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 Harm = Literal["crash", "fail", "hold", "wait"]
-"""Effect of a call without a gate: `crash` of the process; the call fails; it waits in the driver and holds the GIL; or
-it waits without the GIL."""
+"""Effect of a call without a gate: the process crashes; the call fails; the call waits in the driver and holds the GIL;
+the call waits in the driver without the GIL."""
 Touches = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 """Takes a call's positional and keyword arguments; returns True if the call needs a GPU."""
 
@@ -160,7 +160,7 @@ class ProbeReport(Protocol):
     fields."""
 
     def put(self, **facts: Any) -> None:
-        """Send properties of the framework to the doctor."""
+        """Send fields of `FrameworkFacts` to the doctor."""
 
     def stage(self, name: str, quiet: bool = False) -> AbstractContextManager[None]:
         """A context manager for one step of the probe: `import`, `devices` or `compute`. An exception within the step

@@ -32,7 +32,7 @@ class PooledCapped(_Pooled):
     """Base class for frameworks that allocate with memguard's own allocator. Their held bytes are their live blocks."""
 
     def trim_partly(self, device: Device, needed: int) -> None:
-        """Trim the whole pool, because its cache belongs to all frameworks."""
+        """Trim the whole pool, because the pool's cache belongs to all frameworks."""
         self.trim(device)
 
     def resize(self, caps: Mapping[str, int]) -> None:
@@ -55,7 +55,7 @@ class PooledCapped(_Pooled):
     def _with_reported_refusal(
         self, uuid: str, error: BaseException, size: int, caps: Mapping[str, int]
     ) -> BaseException:
-        """Report the refusal. Returns the error, with the requested size attached."""
+        """Report the refused request. Returns the error, with the requested size attached."""
         attach_size(error, size)
         if uuid in caps:
             self._report_refusal(error, uuid, size, reclaimable=0)
@@ -66,7 +66,7 @@ class PooledWatched(_Pooled):
     """Base class for frameworks that allocate from the device's default pool, where memguard cannot limit them."""
 
     def usage(self, device: Device) -> Usage | None:
-        """The in-use bytes that the framework reports; the cache belongs to the whole pool."""
+        """The in-use bytes that the framework reports, as both held and in use: the cache belongs to the pool."""
         found = super().usage(device)  # type: ignore[safe-super] # the next class of the MRO is an adapter
         if found is None:
             return None
@@ -74,10 +74,11 @@ class PooledWatched(_Pooled):
         return Usage(found.in_use, found.in_use, None if found.in_use is None else 0, peak=found.peak)
 
     def drift(self) -> Sequence[Drift]:
-        return []  # a watched framework has no cap
+        return []  # the framework has no cap that could break
 
     def _watched(self, applied: Applied, note: str, undo: Undo) -> Applied:
-        """Report the framework as watched instead of limited, and register its count of in-use bytes with the pool."""
+        """Report the enforcement as WATCHED (measured, not limited), and register the framework's count of in-use bytes
+        with the pool."""
         devices = {device.uuid: device for device in self.host.devices()}
 
         def counted(uuid: str) -> int:

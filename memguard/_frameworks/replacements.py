@@ -25,7 +25,7 @@ class Replacements:
     def put(
         self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, direct: bool = False
     ) -> bool:
-        """Replace the function `name` of a module or class with `wrap(original)`. Returns False if there is none.
+        """Replace the function `name` of a module or class with `wrap(original)`. False if it has no such function.
 
         After `undo`, a replacement that other code still references calls the original. With `direct`, the function
         that `wrap` returns must test `active` itself; this saves a function call.
@@ -44,12 +44,12 @@ class Replacements:
         # `undo` restores the entry of the owner's own `__dict__`: a static method stays static, and for an inherited
         # name the override is deleted.
         entry = owner, name, vars(owner).get(name, _ABSENT), call
-        self._replaced.append(entry)  # recorded before the change, so that an interruption leaves no replacement
+        self._replaced.append(entry)  # recorded first, so that `undo` finds it even after an interruption
         setattr(owner, name, call)
         return True
 
     def undo(self) -> None:
-        """Restore all originals, last first; a second call continues an interrupted one.
+        """Restore all originals, last first. After an interruption, a second call restores the remaining originals.
 
         Leaves a function in place that other code has set since. If that function calls memguard's replacement, the
         replacement calls the original.

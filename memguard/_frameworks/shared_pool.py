@@ -160,7 +160,7 @@ class SharedPool(Allocator):
         return Usage(reserved, used, None if used else reserved)
 
     def trim(self, device: Device) -> None:
-        """Release all idle memory, after the clients' queued frees have run."""
+        """Release all idle memory, after the frameworks' queued frees have run."""
         for framework in self.adapters.values():
             if framework.usage(device) is not None:
                 framework.trim(device)
@@ -238,7 +238,7 @@ class SharedPool(Allocator):
             self._pools.pop(uuid, None)
 
     def forked(self) -> None:
-        """In a forked child: drop the pools, as the child cannot use CUDA."""
+        """Called in a forked child: forget the pools, because the child cannot use the parent's CUDA context."""
         self._lock, self._pools, self._over = threading.RLock(), {}, True
         self._blocks, self._of, self._limits = {}, {}, {}
 
@@ -260,6 +260,6 @@ class SharedPool(Allocator):
 
 
 def remainder(used: int, others: Mapping[str, int]) -> int:
-    """Bytes in use in the pool that no other framework counts. At least 0, although the counts are read at different
-    times."""
+    """Bytes in use in the pool that no other framework counts. Never negative, although `used` and `others` are read at
+    different times."""
     return max(used - sum(others.values()), 0)

@@ -60,7 +60,7 @@ NEVER_GIVE_BACK = frozenset(row.name for row in SPECS.values() if row.never_give
 """The frameworks whose pools return nothing to the driver while the process lives."""
 
 CONTEXT_MAKER = next(row for row in SPECS.values() if row.context_module)
-"""The framework that can create a second CUDA context."""
+"""The framework that can create CUDA contexts other than the primary one."""
 
 
 OPTION_OWNERS: Mapping[str, str] = {option.name: row.name for row in SPECS.values() for option in row.options}

@@ -39,7 +39,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPEC.allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
 permanent_caps: dict[str, int] = {}
-"""The caps at JAX's start, by device UUID. They stay until the process ends."""
+"""The caps with which JAX's backend started, by device UUID. They stay in effect until the process ends."""
 
 
 class JAX(Framework):
@@ -227,7 +227,7 @@ class JAX(Framework):
                 )
 
     def _why_uncapped(self, allocator: str) -> str | None:
-        """The reason why this allocator cannot be used; None if it can."""
+        """Why the adapter cannot cap JAX with this allocator; None if it can."""
         return _ALLOCATORS.why_uncapped(allocator)
 
     def _wrap_config_update(
@@ -316,7 +316,7 @@ class JAX(Framework):
         return [(found, known.get(_ordinal(found), "")) for found in client.local_devices()]
 
     def _numbering(self) -> dict[int, str]:
-        """UUIDs by JAX's device index, which is CUDA's ordinal."""
+        """Map JAX's device index, which is CUDA's ordinal, to the device's UUID."""
         if self._by_ordinal is None:
             known = self.host.devices(ordinals=True)
             self._by_ordinal = {d.ordinal: d.uuid for d in known if d.ordinal is not None}
@@ -356,7 +356,7 @@ def _has_plugin() -> bool:
 
 
 def as_mapping(options: Any) -> dict[str, Any]:
-    """`jax_pjrt_client_create_options` as a mapping. JAX accepts a mapping or `key:value;key:value`."""
+    """`jax_pjrt_client_create_options` as a mapping. JAX accepts a mapping or a string `key:value;key:value`."""
     if isinstance(options, str):
         pairs = (part.split(":", 1) for part in options.split(";") if ":" in part)
         return dict(pairs)

@@ -48,7 +48,7 @@ class JAXArrays(Arrays):
         return isinstance(x, sys.modules["jax"].Array)
 
     def owns_all_of(self, cls: type) -> bool:
-        """False for tracer classes, as only `owns` can decide for each tracer."""
+        """False for classes of tracers, whose `isinstance` result differs between objects of one class."""
         return cls.__name__ == "ArrayImpl"
 
     def offer(self, x: Any) -> Offer:

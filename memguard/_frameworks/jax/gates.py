@@ -54,7 +54,8 @@ def first_use(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def programs() -> object:
-    """All compiled programs, to keep them alive: when JAX drops one from its caches, the driver unloads its module."""
+    """All compiled programs. The gate keeps them alive, because a program that JAX drops from its caches unloads its
+    CUDA module."""
     return [client.live_executables() for client in _clients()]
 
 

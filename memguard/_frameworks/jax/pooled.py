@@ -18,7 +18,7 @@ from memguard.errors import CapNotApplied
 
 
 class PooledJAX(PooledWatched, JAX):
-    """JAX's `cuda_async` allocator over the device's default pool."""
+    """JAX with the allocator `cuda_async`, which allocates from the device's default pool."""
 
     _allocator = "cuda_async"
 

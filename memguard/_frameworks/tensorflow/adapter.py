@@ -6,9 +6,9 @@ TensorFlow silently ignores `set_memory_growth`, so the adapter sets the environ
 the adapter refuses this allocator. TensorFlow's pool never shrinks. With growth TensorFlow does not report its held
 bytes.
 
-The adapter applies the cap to later calls of `set_logical_device_configuration` and to the `config` of TF1 sessions, in
-the private functions behind them: `Context.set_logical_device_configuration` and `BaseSession.__init__`. A session with
-its own `config` would ignore the logical devices.
+The adapter also applies the cap to later calls of `set_logical_device_configuration` and to the `config` of TF1
+sessions. For this it replaces the private functions `Context.set_logical_device_configuration` and
+`BaseSession.__init__`. A session with its own `config` would ignore the logical devices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from memguard._frameworks.tensorflow.spec import SPEC
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 permanent_caps: dict[str, tuple[int, int, bool]] = {}
-"""The cap, limit and growth at TensorFlow's start, by device UUID. They stay until the process ends."""
+"""The cap, limit and growth with which TensorFlow started, by device UUID. They stay in effect until the process
+ends."""
 _EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATORS = SPEC.allocators
@@ -440,8 +441,8 @@ class TensorFlow(Framework):
 
 
 def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | None:
-    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If TensorFlow and CUDA both have one GPU, returns that
-    GPU's UUID."""
+    """The UUID of a TensorFlow GPU, found by CUDA's ordinal. If TensorFlow and CUDA both have only one GPU, returns its
+    UUID without comparing ordinals."""
     ordinal = int(gpu.name.rsplit(":", 1)[1])
     alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
     return next((device.uuid for device in devices if device.ordinal == ordinal), alone)

@@ -24,7 +24,7 @@ _VARIABLE = adapter.ALLOCATOR
 
 
 class PooledTensorFlow(PooledWatched, TensorFlow):
-    """TensorFlow's `cuda_malloc_async` allocator over the device's default pool."""
+    """TensorFlow with the allocator `cuda_malloc_async`, which allocates from the device's default pool."""
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         if self._live(sys.modules["tensorflow"]):

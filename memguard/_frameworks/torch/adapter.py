@@ -65,7 +65,7 @@ _FIGURES = (
 
 
 class Torch(resource.RmmClient):
-    """PyTorch's CUDA caching allocator: native, expandable segments, cudaMallocAsync."""
+    """PyTorch's CUDA allocator: native (with or without expandable segments) or cudaMallocAsync."""
 
     spec = SPEC
 
@@ -119,7 +119,7 @@ class Torch(resource.RmmClient):
     def usage(self, device: Device) -> Usage | None:
         """Usage from `torch._C._cuda_memoryStats` (22 µs), which initialises nothing in a live torch.
 
-        None for a GPU on which torch never held memory, because torch initialises all GPUs together.
+        None for a GPU on which torch never held memory, although a live torch has initialised all GPUs.
         """
         torch = sys.modules.get("torch")
         live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
@@ -176,14 +176,14 @@ class Torch(resource.RmmClient):
         if torch is None or pool is None or not self._live(torch):
             self.trim(device)
         elif not self.capturing():
-            torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # runs the queued frees
+            torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # waits until the queued frees have run
             pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # the argument: bytes that the pool keeps
 
     @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
         """Change the fractions. Any thread may call this while other threads allocate.
 
-        Torch stores the fraction without its allocator's lock (`c10/cuda/CUDACachingAllocator.cpp`), and the next
+        Torch stores the fraction without locking its allocator (`c10/cuda/CUDACachingAllocator.cpp`), and the next
         request that needs a segment reads the fraction. Some versions clear the old fraction before they store the new
         one: between the two, an allocation on a thread without the GIL (autograd's) is not capped. Torch's own public
         function has the same gap.
@@ -494,10 +494,10 @@ class Torch(resource.RmmClient):
         self._most[ordinal] = (most, back if fraction == most else most)
 
     def _apply_pluggable(self, caps: Mapping[str, int], undo: Undo) -> Applied:
-        """Cap an allocator set by `change_current_allocator`. memguard can limit only RMM's."""
+        """Cap an allocator set by `change_current_allocator`. memguard can limit only RMM's allocator."""
         if not resource.is_loaded_for("torch"):
             raise self._unlimited()
-        return self._limit_rmm(caps, undo)  # without torch's device numbers, as reading them would initialise torch
+        return self._limit_rmm(caps, undo)  # takes no torch ordinals, because reading them would initialise torch
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
         if uuid in self._pools:
@@ -581,8 +581,8 @@ def _exactly(allowed: int, total: int) -> float:
 
 
 def _on_refused(device: int, requested: int, allowed: int, free: int) -> None:
-    """The observer that torch's allocator calls before it raises OutOfMemoryError. Must not raise, as its exception
-    would replace torch's."""
+    """The observer that torch's allocator calls before it raises OutOfMemoryError. Must not raise, because its own
+    exception would replace OutOfMemoryError."""
     found = _observer
     if found is None or found[1] != os.getpid():
         return

@@ -1,7 +1,8 @@
 """The functions of PyTorch that wait while the process is suspended.
 
-The names come from PyTorch's Python sources (2.13). The driver functions behind them are inferred from the names.
-Whether they release the GIL is unknown. The functions of `torch._C` are optional: only CUDA builds have them.
+The names come from PyTorch's Python sources (2.13). The driver functions that they call are inferred from the names.
+Whether PyTorch releases the GIL in these calls is unknown. The functions of `torch._C` are optional: only CUDA builds
+have them.
 """
 
 from __future__ import annotations

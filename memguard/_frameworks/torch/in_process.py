@@ -33,7 +33,7 @@ def _shares(modules: Modules, _: Objects) -> Iterator[str]:
 
 
 def _groups(modules: Modules, _: Objects) -> Iterator[str]:
-    """The NCCL process groups. Each group has a thread that polls CUDA events, even if the group is unused."""
+    """Count the NCCL process groups. Each group has a thread that polls CUDA events, even if the group is unused."""
     distributed = modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         return

@@ -31,7 +31,7 @@ _FIRST_WITH_NEW = (2, 10)
 
 
 class PooledTorch(Torch):
-    """Torch's `cudaMallocAsync` backend over the shared pool."""
+    """Torch with the backend `cudaMallocAsync`, which allocates from the shared pool."""
 
     pooled = True
 
@@ -113,7 +113,7 @@ class PooledTorch(Torch):
 
 
 def _put_back(name: str, ours: str, before: str | None) -> None:
-    """Restore the variable, unless other code has set it since."""
+    """Restore the environment variable, unless other code has changed it since."""
     if os.environ.get(name) != ours:
         return
     if before is None:

@@ -37,7 +37,8 @@ def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
 
 
 def configured() -> tuple[str, str]:
-    """The name and text of the variable that configures PyTorch's allocator. PYTORCH_ALLOC_CONF takes precedence."""
+    """The name and text of the environment variable that configures PyTorch's allocator. PYTORCH_ALLOC_CONF takes
+    precedence."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if os.environ.get(name):
             return name, os.environ[name]
@@ -45,7 +46,7 @@ def configured() -> tuple[str, str]:
 
 
 def expandable(torch: Any) -> bool:
-    """Whether a live torch's allocator uses expandable segments. Reads the environment if torch does not report it."""
+    """True if a live torch's allocator uses expandable segments. Reads the environment if torch does not report it."""
     try:
         return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
     except (AttributeError, KeyError, RuntimeError):
@@ -95,13 +96,13 @@ def looser(setting: str, allowed: int, cap: int) -> ConflictingSetting:
 
 
 def cuda_version() -> str | None:
-    """The CUDA version that torch was built for (`'13.0'`), read from its `version.py` as text; None without CUDA."""
+    """The CUDA version that torch was built for (`'13.0'`), read from the text of `version.py`; None without CUDA."""
     match = re.search(r"^cuda\s*(?::[^=]*)?=\s*'([^']+)'", _about(), re.MULTILINE)
     return match[1] if match else None
 
 
 def version() -> tuple[int, int] | None:
-    """torch's version, read from its `version.py`; None if unknown."""
+    """torch's major and minor version, read from the text of `version.py`; None if unknown."""
     match = re.search(r"^__version__\s*(?::[^=]*)?=\s*'(\d+)\.(\d+)", _about(), re.MULTILINE)
     return (int(match[1]), int(match[2])) if match else None
 
