@@ -15,7 +15,8 @@ from memguard._base.text import visible
 class Advice:
     """A reason with its remedy. Code that needs one part reads that field; no code parses the text.
 
-    Each of `alternatives` may replace the fix. A part may have several lines; lines after the first carry their indent.
+    Each of `alternatives` may replace the fix. A part may have several lines; lines after the first include their
+    indentation.
     """
 
     reason: str

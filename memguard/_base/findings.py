@@ -14,7 +14,7 @@ from pathlib import Path
 from memguard._base.advice import MemguardError
 
 PAGES = Path(__file__).resolve().parents[1] / "_tools" / "doctor" / "pages"
-"""In a checkout a symbolic link to docs/doctor; in an installed package a folder with the pages."""
+"""The folder of the pages; in a checkout it is a symbolic link to docs/doctor."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Page:
     section: str
     order: int
     text: str
-    """What `memguard doctor --explain` prints: the title and the body, without the front matter."""
+    """The text that `memguard doctor --explain` prints: the title and the body, without the front matter."""
 
 
 def page(name: str) -> Page:

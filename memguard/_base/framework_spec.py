@@ -214,23 +214,22 @@ class FrameworkSpec:
     unfragment        how the user avoids a fragmented cache, as the end of a sentence
     figures           the figures in the text of its errors: pairs of a field of `RefusedRequest` (or `cached`) and a
                       pattern, whose first group is a size
-    pads              memory that it holds beyond live arrays and reclaimable cache is rounding: it caches no fragments
+    pads              held memory beyond live arrays and reclaimable cache is rounding, as it caches no fragments
     refuses_silently  its allocator reports no refused request, so memguard misses an error that the program catches
     pooled            the class in its `pooled.py`, for `strategy: pool`; empty if it cannot use the shared pool
     default_pool      it allocates only from the device's default pool, which cannot be capped
-    remainder         its use of the shared pool is the remainder that no other framework counts: its own figures cover
-                      the whole pool
+    remainder         its figures cover the whole shared pool: its use is the remainder that no other one counts
     allocators        the variable that selects its allocator, and the values under which no cap can be set
     examined          how the doctor examines it
-    cures             fixes to apply before its libraries meet another framework's in one process: pairs of the other
+    cures             fixes for conflicts of its libraries with another framework's in one process: pairs of the other
                       framework's name and a module of its folder, whose function returns what it changed
-    uncounted         it counts nothing without a budget: its memory is then unaccounted
+    uncounted         without a budget nothing counts its memory, which is then unaccounted
     frees_late        a trim of it also frees memory that the program released and the framework still holds
     tells_peak        its allocator reports its peak
     regions           its pool grows by regions that it neither joins nor returns: a request must fit into one
     weight            its weight in the first guess of `memguard suggest`
     colour            its colour in reports, `#rrggbb`; empty: the next free colour of a default list
-    terminal_colour   the same on the screen of `memguard top`: one of the terminal's 16 colours
+    terminal_colour   its colour on the screen of `memguard top`: one of the terminal's 16 colours
     exchanged         how `exchange` reads and makes its arrays; None if it cannot
     requests_room     its allocator is memguard's: before it refuses, it requests room and a higher elastic cap
     """

@@ -29,7 +29,8 @@ Call = Callable[[], object]
 
 
 class HookOrder(IntEnum):
-    """The order of hooks, lower rooms first. A forked child renews lower rooms first; an exit ends upper ones first."""
+    """The order of hooks, lower rooms first. A forked child renews lower rooms first; an exit ends upper rooms
+    first."""
 
     CUDA = 1
     """The list of CUDA contexts (`_devices.contexts`)."""
@@ -84,7 +85,7 @@ def at_exit(order: HookOrder, call: Call) -> None:
     global _registered
     exits.append(_ExitHook(order, call))
     before, _registered = _registered, _Exit()
-    atexit.register(_registered)  # before unregistering the old one: an interruption leaves two rather than none
+    atexit.register(_registered)  # before the old hook is unregistered: an interruption leaves two
     if before is not None:
         atexit.unregister(before)
 

@@ -28,9 +28,10 @@ _awaited: list[int] = []
 class LockOrder(IntEnum):
     """The lock order, outermost first: a thread that holds one of these locks may wait only for later ones.
 
-    It may not wait for a lock that it holds. A non-blocking attempt may be made in any order, and so may a call that
-    interrupted another one on its thread: `InterruptSafeLock` bounds its wait. Locks that are not listed (NVML's, the
-    shared pool's, the leases') are leaf locks: code that holds one must not wait for another lock of memguard.
+    It may not wait for a lock that it holds. A non-blocking attempt may be made in any order, and so may an attempt by
+    a call that interrupted another memguard call on its thread: `InterruptSafeLock` bounds its wait. Locks that are not
+    listed (NVML's, the shared pool's, the leases') are leaf locks: code that holds one must not wait for another lock
+    of memguard.
     """
 
     SUSPENSION = 1
@@ -53,7 +54,7 @@ class LockOrder(IntEnum):
 
 
 check_order: Callable[[Any, LockOrder], Any] | None = None
-"""A test sets this before the locks are created: it wraps a lock in one that checks the order."""
+"""A test sets this before the locks are created: it wraps a lock in a lock that checks the order."""
 
 
 def ordered(lock: Any, order: LockOrder) -> Any:

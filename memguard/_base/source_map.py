@@ -184,8 +184,7 @@ class Origin:
         return Problem(message, fix, line, column, path(loc))
 
     def _marks(self) -> dict[Loc, Mark]:
-        """Line and column by path in the validated budget: for a mapping those of its key, for a value those of the
-        value."""
+        """Line and column by path in the validated budget. A mapping has the position of its key."""
         if self._text is None or self._reader is None:
             return {}
         document = self._reader(self._text)

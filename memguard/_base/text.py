@@ -36,7 +36,8 @@ def visible(text: str, keep: str = "\n\t") -> str:
 
 
 def fitting(text: str, encoding: str | None = None) -> str:
-    """The text in the characters of `encoding`, by default standard output's: `>=` for the sign, `\\u00e9` for others.
+    """Replace each character that `encoding` (default: standard output's) cannot represent: by `>=` for the sign, by an
+    escape such as `\\u00e9` for other characters.
 
     A text that the encoding can represent is returned unchanged.
     """

@@ -89,8 +89,8 @@ class MemoryInfo(NamedTuple):
 class DevicePlan:
     """One device's part of a plan: limit = reserve + Σ caps + unallocated.
 
-    The caps of elastic frameworks are their current ones; all other caps are fixed. The frameworks in `joined` share
-    one cap, which counts once in the sum.
+    The caps of elastic frameworks are the current caps; all other caps are fixed. The frameworks in `joined` share one
+    cap, which counts once in the sum.
     """
 
     device: Device
@@ -152,7 +152,7 @@ def cached(usage: Usage) -> int:
 
 
 class NoHelp(StrEnum):
-    """Why memguard made no room for a request that was then refused. Equal to its name as text."""
+    """Why memguard freed no memory for a request that was then refused. Equal to its name as text."""
 
     CAPTURE = "capture"
     """This thread was capturing a CUDA graph, and freeing memory would invalidate the capture."""
@@ -169,7 +169,7 @@ class NoHelp(StrEnum):
 
 
 class WhyNoHelp(NamedTuple):
-    """Why memguard made no room for one refused request: the kind, and the reason as the end of a sentence."""
+    """Why memguard freed no memory for one refused request: the kind, and the reason as the end of a sentence."""
 
     kind: NoHelp
     text: str

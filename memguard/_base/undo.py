@@ -24,7 +24,7 @@ class Undo:
 
     @property
     def done(self) -> bool:
-        """Whether no steps remain."""
+        """True if the stack is empty."""
         return not self._steps
 
     def add(self, what: str, step: Callable[[], object]) -> None:

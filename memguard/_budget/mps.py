@@ -7,7 +7,7 @@ variable identifies GPUs as CUDA_VISIBLE_DEVICES does, by ordinal or by UUID, ea
 context. A lower limit of the control daemon stays in effect.
 
 An entry for a GPU that the process does not see disables every limit, the daemon's included (ai-dynamo/dynamo, docs
-"Per-GPU Compute and Memory Limits with MPS", driver 615). So memguard writes only the plan's GPUs, by UUID.
+"Per-GPU Compute and Memory Limits with MPS", driver 615). So memguard writes only entries for the plan's GPUs, by UUID.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def parse(text: str) -> list[Entry]:
 
 
 def unseen_gpus(entries: Iterable[Entry], devices: Sequence[Device]) -> list[str]:
-    """The identifiers of GPUs that this process does not see. Any ordinal counts as visible if ordinals are unknown."""
+    """The identifiers of GPUs that are not visible to this process. Any ordinal counts as visible if ordinals are
+    unknown."""
     numbered = all(device.ordinal is not None for device in devices)
     named = [entry.gpu for entry in entries if numbered or not entry.gpu.isdecimal()]
     return [gpu for gpu in named if not any(_identifies(gpu, device) for device in devices)]
@@ -80,9 +81,8 @@ def _identifies(gpu: str, device: Device) -> bool:
 
 
 def strictest(plan: Plan, text: str | None) -> dict[str, int]:
-    """The stricter of `limits` and of the limits already set in the variable, for each GPU.
-
-    Raises ConflictingSetting for a looser limit, for a malformed value, and for one that would disable all limits.
+    """For each GPU, the stricter of `limits` and the limit already set in the variable. Raises ConflictingSetting for a
+    looser limit, for a malformed value, and for a value that would disable all limits.
     """
     wanted = limits(plan)
     if text is None or not text.strip():
@@ -107,7 +107,7 @@ def strictest(plan: Plan, text: str | None) -> dict[str, int]:
 
 
 def too_old(plan: Plan) -> DevicePlan | None:
-    """A GPU of the plan older than Volta: its MPS enforces no limits."""
+    """A GPU of the plan older than Volta, on which MPS enforces no limits."""
     return next((part for part in plan.devices if part.device.architecture in _TOO_OLD), None)
 
 

@@ -27,9 +27,9 @@ def part_of(budget: Budget, parts: int, noun: str = "rank") -> Budget:
 def multiplied(budget: Budget, part: Fraction, small: str, fix: str) -> Budget:
     """The budget scaled to `part` of each GPU, at most 1.
 
-    Scales limits of GPUs, and frameworks' sizes in bytes. Shares stay, as they are relative to the process's own limit;
-    so does the reserve, as each process has its own context. Raises PlanError if a size becomes less than 2 MiB:
-    `small` is appended to that size in the message, and `fix` is its fix.
+    Scales limits of GPUs, and frameworks' sizes in bytes. Does not scale shares, which are relative to the process's
+    own limit, or the reserve, because each process has its own context. Raises PlanError if a size becomes less than 2
+    MiB: `small` is appended to that size in the message, and `fix` is its fix.
     """
     if part == 1:
         return budget
@@ -67,14 +67,15 @@ def refuse_ranks(budget: Budget, whose: str, instead: str) -> None:
 
 
 def with_part_note(error: PlanError, part: Fraction, why: str) -> PlanError:
-    """The error with a note for the author of the whole budget: its figures are those of one process with `part`."""
+    """The error with a note for the author of the whole budget: the error's figures apply to one process with `part` of
+    it."""
     of = f"these are the figures of a worker, whose limits are {part} of the budget's ({why})"
     problems = [replace(one, fix=f"{one.fix}; {of}") for one in error.problems] if part < 1 else error.problems
     return PlanError(problems, error.source)
 
 
 def with_nccl(budget: Budget) -> Budget:
-    """Add one NCCL communicator for each framework that has them and whose count the budget leaves out."""
+    """Add one NCCL communicator for each framework that can have communicators and whose count the budget omits."""
     unsaid = without_nccl(budget)
     found: dict[str, Any] = {
         name: one.model_copy(update={"nccl": 1}) if name in unsaid else one for name, one in budget.frameworks.items()
@@ -83,6 +84,6 @@ def with_nccl(budget: Budget) -> Budget:
 
 
 def without_nccl(budget: Budget) -> list[str]:
-    """The frameworks that have NCCL communicators and whose count the budget leaves out."""
+    """The frameworks that can have NCCL communicators and whose count the budget omits."""
     owners = [name for name in budget.frameworks if any(option.name == "nccl" for option in SPECS[name].options)]
     return [name for name in owners if budget.frameworks[name].nccl is None]

@@ -34,7 +34,8 @@ RESERVE_BY_ARCHITECTURE = {"turing": Fraction(3, 4), "ampere": Fraction(7, 8), "
 def auto_reserve(
     architecture: str, frameworks: Sequence[str], communicators: int = 0, second_context: bool = False
 ) -> int:
-    """`reserve: auto` in bytes, from the architecture and the *declared* frameworks: import order changes no cap."""
+    """`reserve: auto` in bytes, computed from the architecture and the *declared* frameworks, so that import order
+    changes no cap."""
     libraries = [f"nccl {number}" for number in range(1, communicators + 1)] + [SECOND_CONTEXT] * second_context
     needed = CONTEXT + sum(workspace(name) for name in (*frameworks, *libraries)) + SLACK
     return round_down(int(needed * RESERVE_BY_ARCHITECTURE.get(architecture, Fraction(1))))
@@ -57,7 +58,7 @@ def _outside(name: str) -> FrameworkSpec | Outside | None:
 
 
 def needs_ordinals(budget: Budget) -> bool:
-    """Whether the budget names a GPU by CUDA ordinal, so that CUDA must be queried for its numbering."""
+    """True if the budget names a GPU by CUDA ordinal, so that CUDA must be queried for its numbering."""
     return any(_is_ordinal(key) for key in budget.devices)
 
 
@@ -146,11 +147,11 @@ def _fixed(budget: Budget) -> Iterator[str]:
 
 
 class _Misfits:
-    """Collects misfits over all devices, because one figure in a fix must fit each of them.
+    """Collects misfits over all devices, because one figure in a fix must fit every device.
 
-    `found` holds a path, the misfit there on one device, and its fix (None: lower the parts to fit each device).
-    `most` is the lowest usable memory of the GPUs for which a limit is set, `least` the largest need of one of them.
-    With several `sharers` the budget is the part of one of them.
+    `found` holds a path, the misfit there on one device, and its fix (None: lower the parts to fit each device). `most`
+    is the lowest usable memory of the GPUs for which a limit is set, `least` the largest need of one of them. With
+    several `sharers` the budget is one sharer's part.
     """
 
     def __init__(self, sharers: int = 1) -> None:
@@ -169,7 +170,7 @@ class _Misfits:
         return [budget.problem(loc, message, fix or self._fix(budget, loc)) for loc, message, fix in self.found]
 
     def _for_all(self, loc: tuple[str, ...]) -> str:
-        """The fix if one process fits and several do not: the limit in the file is shared by all of them."""
+        """The fix if the budget fits one process but not several: all processes share the limit in the file."""
         fewer = "start fewer ranks on a GPU"
         if loc in self.least and loc[-1] != "max":
             needed = -(-self.least[loc] * self.sharers // MIB)
@@ -197,7 +198,7 @@ class _Misfits:
 
 
 def _parts(budget: Budget) -> tuple[dict[str, Fraction], dict[str, int]]:
-    """The guaranteed parts of the budget's frameworks: shares, and bytes."""
+    """The guaranteed parts of the budget's frameworks: shares, and sizes in bytes."""
     parts = {name: framework.guaranteed for name, framework in budget.frameworks.items()}
     shares = {name: part for name, part in parts.items() if isinstance(part, Fraction)}
     return shares, {name: round_down(part) for name, part in parts.items() if isinstance(part, int)}
@@ -286,11 +287,12 @@ def _maxima(budget: Budget, room: int, label: str, misfits: _Misfits) -> dict[st
 
 
 def starting_caps(room: int, caps: Mapping[str, int], elastic: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """The initial caps in bytes: `caps`, in which elastic frameworks have their min, plus the spare lent to those.
+    """The initial caps in bytes: `caps`, in which elastic frameworks have their min, plus the spare room lent to
+    elastic frameworks.
 
     Frameworks with an allocator other than memguard's borrow first: they cannot raise their cap within a request that
-    would fail. `rebalance` later lowers the caps that they do not use. The other elastic frameworks borrow the rest, in
-    file order. Σ caps ≤ `room`, and each elastic cap is within its bounds.
+    would fail. `rebalance` later lowers caps that these frameworks do not use. The other elastic frameworks borrow the
+    rest, in file order. Σ caps ≤ `room`, and each elastic cap is within its bounds.
     """
     found, spare = dict(caps), round_down(max(room - sum(caps.values()), 0))
     for name in sorted(elastic, key=lambda name: SPECS[name].requests_room):
@@ -323,7 +325,8 @@ def _setting(budget: Budget, option: str) -> Any:
 
 
 def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
-    """Divide by largest remainder, in granules; the sum is that of the exact shares, rounded down. Ties: file order."""
+    """Divide by largest remainder, in granules. The sum is the sum of the exact shares, rounded down. Ties follow file
+    order."""
     exact = {name: share * room / GRANULE for name, share in shares.items()}
     units = {name: int(value) for name, value in exact.items()}
     left = int(sum(exact.values(), Fraction(0))) - sum(units.values())
@@ -353,8 +356,8 @@ def room_left(room: int, others: Iterable[tuple[int, int]]) -> int:
     """The bytes of `room` that remain for one framework. `others` are each other framework's cap and held bytes; the
     result is below 0 if they exceed the room.
 
-    Lowering a cap below live arrays frees none of them. So each framework counts as the larger of its cap and its
-    held bytes: bytes above its cap remain unavailable until they are freed.
+    Lowering a cap below live arrays frees no array. So each framework counts with the larger of its cap and its held
+    bytes: bytes above the cap remain unavailable until they are freed.
     """
     for cap, held in others:
         room -= max(cap, held)
@@ -382,7 +385,8 @@ def resized(
     held: Mapping[str, Mapping[str, int]] = {},
     short: Mapping[str, Room] = {},
 ) -> Plan:
-    """The plan with the framework's cap changed to `size` bytes on every device. PlanError if it does not fit.
+    """The plan with the framework's cap changed to `size` bytes on every device. Raises PlanError if the cap does not
+    fit.
 
     `held` is by UUID and allocator, in bytes. The guard first lowers elastic caps to their min and trims others' caches
     above their caps; `short` gives, by UUID, the room that is still missing after that.
@@ -504,7 +508,7 @@ def _occupants(lent: Mapping[str, int], over: Mapping[str, int]) -> str:
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
     """A warning if the limit is out of reach now, because other processes hold part of the GPU; else None.
 
-    `own` is what this process holds, in bytes; None if NVML does not report it separately.
+    `own` is the number of bytes that this process holds; None if NVML does not report them separately.
     """
     available = memory.free + (own or 0)
     if part.limit <= available:
@@ -532,7 +536,7 @@ def _who_holds(memory: MemoryInfo) -> str:
 
 @dataclass(frozen=True)
 class OverCap:
-    """A refusal by the cap; bytes. `pool` describes the shared pool if the framework uses it."""
+    """A refusal by the cap, in bytes. `pool` describes the shared pool if the framework uses it."""
 
     framework: str
     needed: int
@@ -543,7 +547,8 @@ class OverCap:
     pool: str = ""
 
     def for_client(self, others: int, pool: str) -> OverCap:
-        """The framework's own figures, if others use `others` bytes of its allocator; `pool` is the note on that."""
+        """The refusal with the framework's own figures, if other frameworks use `others` bytes of its allocator. `pool`
+        is the note about these bytes."""
         held, in_use = ((None if size is None else size - others) for size in self.own[:2])
         own = self.own._replace(held=held, in_use=in_use)
         return replace(self, cap=max(self.cap - others, 0), own=own, pool=pool)
@@ -570,7 +575,7 @@ class OverCap:
 
 @dataclass(frozen=True)
 class NoneFree:
-    """A refusal because the GPU is full although the cap has room; bytes. `idle`: caches of other frameworks."""
+    """A refusal because the GPU is full although the cap has room, in bytes. `idle`: caches of other frameworks."""
 
     framework: str
     needed: int
@@ -579,7 +584,7 @@ class NoneFree:
     pool: str = ""
 
     def for_client(self, others: int, pool: str) -> NoneFree:
-        """As `OverCap.for_client`, with the figures unchanged."""
+        """Like `OverCap.for_client`, with the figures unchanged."""
         return replace(self, pool=pool)
 
     def advice(self) -> Advice:
@@ -593,7 +598,7 @@ class NoneFree:
 
 @dataclass(frozen=True)
 class Reserved:
-    """A refusal because other workloads have reserved the memory; bytes."""
+    """A refusal because other workloads have reserved the memory, in bytes."""
 
     framework: str
     needed: int
@@ -610,7 +615,8 @@ Refusal = OverCap | NoneFree | Reserved
 
 
 class Admission(NamedTuple):
-    """Whether memory is available. `trim` lists the frameworks to trim first; `refusal` is the reason if it is not.
+    """The result of `admit`. `trim` lists the frameworks to trim first; `refusal` is the reason if the memory is not
+    available.
 
     `available` is in bytes.
     """
@@ -631,11 +637,10 @@ def admit(
 ) -> Admission:
     """Whether `framework` can get `needed` bytes more on one device, within its cap and the GPU's free memory.
 
-    `usages` are by allocator; `allocator` names the one that serves the framework, if that is not its own.
-    `footprint` is the bytes that it would allocate from the driver. `admit` refuses only a request that is certain to
-    fail. So the allocator's own
-    cache counts as room: it returns the reclaimable part by itself, and the rest may serve the request. If held is
-    unknown (TensorFlow with growth), live arrays count instead.
+    `usages` are by allocator; `allocator` names the allocator that serves the framework, if several frameworks share
+    it. `footprint` is the bytes that the allocator would allocate from the driver. `admit` refuses only a request that
+    is certain to fail. So the allocator's own cache counts as room: it returns the reclaimable part by itself, and the
+    rest may serve the request. If held is unknown (TensorFlow with growth), live arrays count instead.
     """
     allocator = allocator or framework
     own = usages.get(allocator) or Usage(held=0, in_use=0)
@@ -676,5 +681,5 @@ def in_use(usage: Usage | None) -> int | None:
 
 
 def trim_order(idle: int, sure: bool) -> tuple[bool, int]:
-    """The sort key of caches to trim: first those whose reclaimable bytes are known, of these the largest."""
+    """The sort key of caches to trim: caches whose reclaimable bytes are known come first, and of these the largest."""
     return not sure, -idle

@@ -26,7 +26,7 @@ Fields = Mapping[str, Mapping[str, Any]]
 
 _EXAMPLE = "torch: {share: 50%}"
 _SHAPES = {
-    # the content that a key requires, and the example to write if its value has another type
+    # for each key: the required content, and an example of it
     "device": ("the keys limit and reserve", "'device: {limit: 90%}'"),
     "devices": ("one line for each GPU", "for example '0: {limit: 50%}' under devices"),
     "frameworks": ("one line for each framework", f"for example '{_EXAMPLE}' under frameworks"),
@@ -45,12 +45,13 @@ _OFF = {
     "when_idle": "remove the key: it is not suspended by itself then",
     "on_demand": "remove the key: it is not suspended for others' leases then",
 }
-"""The fix for a word such as `off` that is no value of these keys."""
+"""The fix for a word such as `off` that is not a valid value of these keys."""
 # Synonyms of values, each with the valid one.
 _VALUES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _VALUES |= {"warning": "warn", "free": "trim"} | dict.fromkeys(("error", "exception", "fail", "abort"), "raise")
 _UNSAFE = {"host_memory": "ignore"}
-"""Words that turn off a safety, by key: only the exact word is accepted, no similar one."""
+"""Words that turn off a safety check, by key. A similar word is never suggested as one of them: the user must write the
+exact word."""
 _KEYS = {
     **dict.fromkeys(("gpu", "all", "card", "cards"), "device"),
     **dict.fromkeys(("gpus", "overrides", "per_device", "per_gpu"), "devices"),
@@ -85,7 +86,7 @@ _KEYS = {
     **{alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases},
 }
 _OTHERS = ("cudf", "cuml", "numpy")
-"""Libraries with names close to a framework's: no misspelling of one."""
+"""Libraries whose names are close to a framework's name but are not misspellings of it."""
 
 
 def problems(
@@ -100,7 +101,8 @@ def problems(
     everything = explained | alone
 
     def reported(violation: Violation) -> bool:
-        """Whether a problem at or above its place was reported already, or excludes all others."""
+        """True if a problem at or above the same path was reported already, or if a reported problem excludes all
+        others."""
         above = {violation.loc[:n] for n in range(len(violation.loc))}
         at = explained if violation.alone else everything
         return violation.loc in at or not above.isdisjoint(everything)
@@ -140,7 +142,7 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
 
 
 def _shape(loc: Loc, raw: object, data: object) -> tuple[str, str] | None:
-    """What a key, the name of a GPU or a framework must contain, and an example to write."""
+    """The required content of a key, of a GPU's entry or of a framework's, and an example to write."""
     if len(loc) == 1:
         key = str(loc[0])
         shape = _SHAPES.get(key)
@@ -171,7 +173,7 @@ def _instead(key: str, raw: object) -> str:
 
 
 def _name(word: object) -> str:
-    """The framework meant by a word; "" if none."""
+    """The framework that the user probably intended by a word; "" if no name is close."""
     normal = suggestions.normal(word) if isinstance(word, str) else ""
     return normal if normal in SPECS else next((n for n, spec in SPECS.items() if normal in spec.aliases), "")
 
@@ -217,7 +219,7 @@ def _words(info: Any) -> tuple[str, ...]:
 
 
 def _examples(info: Any) -> str:
-    """Examples for a field: its examples, its words or its default."""
+    """Examples for a field: the declared examples, the accepted words or the default."""
     words = () if get_origin(info.annotation) is tuple else _words(info)
     return _quoted(info.examples or words or [info.default])
 
@@ -379,7 +381,7 @@ def _top(
 
 
 def _written(value: object) -> str:
-    """The value as text; "" if Python refuses to convert it, as an integer of some thousand digits."""
+    """The value as text; "" if Python refuses to convert it, for example an integer of some thousand digits."""
     try:
         return str(value)
     except ValueError:
@@ -417,5 +419,5 @@ def _problem(violation: Violation, document: Document) -> Problem:
 
 
 def _printable(text: str) -> str:
-    """Escape control characters, which a terminal would execute."""
+    """Escape control characters, which a terminal would interpret."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -9,7 +9,7 @@ The variables by launcher, from its documentation:
 - MPICH and Intel MPI: MPI_LOCALRANKID and MPI_LOCALNRANKS, of their common launcher Hydra.
 - Slurm: srun(1), "OUTPUT ENVIRONMENT VARIABLES". `2(x3),1` means three nodes with two tasks and one node with one.
 
-Launchers nest, and the innermost one counts: mpirun starts its daemons with srun, which passes the daemon's
+Launchers nest, and the innermost launcher counts: mpirun starts its daemons with srun, which passes the daemon's
 SLURM_LOCALID to every rank; a Slurm script starts torchrun.
 """
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from memguard._budget import Budget
 
 MOST = 1024
-"""Ranks on one node, or on one GPU: more are a typing mistake."""
+"""The most ranks on one node, or on one GPU. A larger number is a typing mistake."""
 
 
 class UnclearRank(ValueError):
-    """The environment leaves out a required value. `fix` is the remedy."""
+    """The environment lacks a required value. `fix` is the remedy."""
 
     def __init__(self, message: str, fix: str) -> None:
         super().__init__(message)
@@ -68,12 +68,12 @@ _SIZES = {
     "HOROVOD_SIZE": "horovodrun",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
-"""The launchers, each identified by its size variable. Slurm's SLURM_NTASKS alone identifies no rank: the batch script,
-which runs once, has it too."""
+"""The launchers, each identified by its size variable. Slurm's SLURM_NTASKS alone does not identify a rank, because the
+batch script, which runs once, has this variable too."""
 
 
 class ProcessRank(NamedTuple):
-    """This process's rank: local rank and local size, and the global ones if known."""
+    """This process's rank: local rank and local size, and the global rank and size if known."""
 
     launcher: str
     local: int
@@ -83,10 +83,10 @@ class ProcessRank(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """How many ranks use each GPU that this process sees.
+    """The number of ranks that use each GPU visible to this process.
 
-    `counts` has one number for each GPU, by CUDA ordinal; a single number applies to all. `own` is the ordinal of this
-    rank's GPU, None if unknown. `nccl`: expect one NCCL communicator.
+    `counts` has one number for each GPU, by CUDA ordinal; a single number applies to all GPUs. `own` is the ordinal of
+    this rank's GPU, None if unknown. `nccl`: expect one NCCL communicator.
     """
 
     counts: tuple[int, ...]
@@ -96,7 +96,7 @@ class Sharing(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """Whether all GPUs have the same count, so that CUDA's numbering does not matter."""
+        """True if all GPUs have the same count, so that CUDA's numbering does not matter."""
         return len({*self.counts}) == 1
 
     def on(self, ordinal: int | None) -> int:
@@ -270,7 +270,8 @@ def sharing(rank: ProcessRank | None, visible: int, environ: Mapping[str, str]) 
     """How the ranks of this node use its `visible` GPUs. Raises UnclearRank.
 
     Several GPUs: local rank r uses `cuda:{r % count}`, the usual convention. One GPU: all ranks share it, unless the
-    launcher binds each rank to its own GPU. For simulated GPUs `environ` is empty: no launcher assigns those.
+    launcher binds each rank to its own GPU. For simulated GPUs `environ` is empty, because no launcher assigns
+    simulated GPUs.
     """
     if rank is None:
         return Sharing((1,), note="ranks: no launcher says that this process is a rank, so it has the budget whole")
@@ -297,7 +298,7 @@ def of_budget(budget: "Budget", visible: int, environ: Mapping[str, str], simula
             return _with_nccl_said(budget, sharing(of(environ), visible, {} if simulated else environ))
         try:
             return _with_nccl_said(budget, declared(int(budget.ranks), of(environ)))
-        except UnclearRank:  # the budget declares what the environment leaves out
+        except UnclearRank:  # the budget declares a value that the environment lacks
             return declared(int(budget.ranks), None)
     except UnclearRank as error:
         raise PlanError([budget.problem(("ranks",), str(error), error.fix)], budget.source or "init") from None
@@ -313,14 +314,14 @@ def _with_nccl_said(budget: "Budget", found: Sharing) -> Sharing:
 
 
 def declared(per_gpu: int, rank: ProcessRank | None) -> Sharing:
-    """The declared sharing: `per_gpu` processes on each GPU, whatever the launcher."""
+    """The declared sharing: `per_gpu` processes on each GPU, for any launcher."""
     several = rank is not None and (rank.world or rank.size) > 1
     who = "each rank has its GPU for itself" if per_gpu == 1 else f"{per_gpu} ranks share each GPU"
     return Sharing((per_gpu,), None, several and per_gpu == 1, f"ranks: {who}, as per_gpu says")
 
 
 def _slurm(rank: ProcessRank, visible: int, environ: Mapping[str, str]) -> int | None:
-    """The tasks that use one GPU, if srun bound them to GPUs and reports how; else None."""
+    """The number of tasks that use one GPU, if srun bound tasks to GPUs and reports the binding; else None."""
     if rank.launcher != _SRUN.title:
         return None
     if (tasks := whole(environ.get("SLURM_NTASKS_PER_GPU"))) and visible == 1:

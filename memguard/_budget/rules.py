@@ -1,7 +1,7 @@
 """Cross-checks between the values of a budget.
 
-They read the validated budget. If a value is invalid there is no budget: then the rules check the readable part of the
-document, so that their violations are reported together with the invalid values.
+The rules read the validated budget. If a value is invalid there is no budget: the rules then check the readable part of
+the document, so that violations are reported together with invalid values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SIZES, _SHARE, _LIMIT, _BOUNDS = {*SIZES}, {"share"}, {"limit"}, {"min", "max"}
 
 
 class Amount(NamedTuple):
-    """A framework's amount, as far as it is readable. Missing keys are None."""
+    """The readable keys of a framework's amount. Missing keys are None."""
 
     share: Fraction | None = None
     limit: int | None = None
@@ -62,8 +62,8 @@ class Guaranteed(NamedTuple):
 class Violation(NamedTuple):
     """A problem without its line.
 
-    `at_key` marks the key rather than the value. `alone` drops every other violation at or below its path, and at or
-    below the paths in `instead`, which it explains too.
+    `at_key`: the problem's position is the key, not the value. `alone` drops every other violation at or below this
+    violation's path, and at or below the paths in `instead`, because this violation explains them too.
     """
 
     loc: Loc
@@ -75,7 +75,7 @@ class Violation(NamedTuple):
 
 
 def check(data: Mapping[str, Any], budget: Checked | None) -> list[Violation]:
-    """All violations in plain data and in the budget parsed from it, which is None if a value is invalid.
+    """All violations in plain data and in the budget parsed from the data. `budget` is None if a value is invalid.
 
     Unknown frameworks are skipped.
     """
@@ -191,7 +191,7 @@ def _of_others(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violatio
 
 
 def _bounds(name: str, part: Amount) -> Iterator[Violation]:
-    """The order of min and max. The plan compares a percentage with bytes, on each GPU."""
+    """Checks that min does not exceed max. The plan compares a percentage with bytes, on each GPU."""
     least, most = part.min, part.max
     if least is not None and most is not None and type(least) is type(most) and most < least:
         low, high = values.text(least), values.text(most)
@@ -246,7 +246,7 @@ def _exactly_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -
 def _other_bound(entry: Mapping[str, Any], bound: str, fixed: str) -> str:
     """The bound that the key `fixed` (share or limit) replaces, given the other `bound`.
 
-    "" if its value is on the wrong side of that bound.
+    "" if the value of `fixed` is on the wrong side of that bound.
     """
     here, there = _read(values.least, entry[bound]), _read(values.least, entry[fixed])
     if here is None or there is None:
@@ -287,7 +287,7 @@ def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: l
 
 
 def _declared_room(scope: Scope) -> int:
-    """Limit − reserve in bytes. A reserve of `auto` counts as 0: it depends on the GPU."""
+    """Limit − reserve in bytes. A reserve of `auto` counts as 0, because it depends on the GPU."""
     assert isinstance(scope.limit, int)
     return scope.limit - (scope.reserve if isinstance(scope.reserve, int) else 0)
 
@@ -369,12 +369,12 @@ def _pool(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
 
 
 def _joins(name: str, entry: Mapping[str, Any]) -> bool:
-    """Whether the framework uses the shared pool. It cannot with its own CUDA context."""
+    """Whether the framework uses the shared pool. A framework with its own CUDA context cannot use it."""
     return bool(SPECS[name].pooled) and entry.get("context") != "own"
 
 
 def _misplaced(data: Mapping[str, Any]) -> Iterator[Violation]:
-    """`device` written for `devices` or the reverse: the nested keys show which."""
+    """Detects `device` written for `devices`, or the reverse, by the nested keys."""
     device, devices = data.get("device"), data.get("devices")
     own = {"limit", "reserve"}
     if isinstance(devices, Mapping) and (keys := own & set(devices)):
@@ -428,7 +428,7 @@ def _levels(monitor: Mapping[str, Any], budget: Checked | None) -> Iterator[Viol
 
 
 def _metrics(metrics: Mapping[str, Any]) -> Iterator[Violation]:
-    """`metrics` needs an exporter. An unknown key has its own problem and may be a misspelt one."""
+    """`metrics` needs an exporter. An unknown key has a problem of its own, and may be a misspelt exporter."""
     exporters = {key: value for key, value in metrics.items() if key != "opentelemetry" or value is not False}
     if set(exporters) <= {"job"}:
         from memguard._budget import suggestions

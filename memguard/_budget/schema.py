@@ -45,7 +45,7 @@ _UNIQUE: dict[str, Any] = {"uniqueItems": True}
 
 
 def _key(description: str, default: Any = None, **more: Any) -> Any:
-    """An optional key. `default` is written as in a file."""
+    """An optional key. `default` has the syntax of a budget file."""
     return Field(default=default, validate_default=default is not None, description=description, **more)
 
 
@@ -104,7 +104,8 @@ class DeviceOverride(_Model):
 
 
 class FrameworkBudget(_Model):
-    """One framework's part: share, or limit, or min with max. Options are attributes too; those of others are None."""
+    """One framework's part: share, or limit, or min with max. Options are attributes too; options of other frameworks
+    are None."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -128,7 +129,7 @@ class FrameworkBudget(_Model):
 
     @property
     def guaranteed(self) -> Fraction | int:
-        """Its guaranteed amount: share, limit or min; a part of (limit − reserve), or bytes."""
+        """The framework's guaranteed amount: share, limit or min; a part of (limit − reserve), or bytes."""
         part = self.share if self.share is not None else self.limit if self.limit is not None else self.min
         assert part is not None
         return part
@@ -159,7 +160,7 @@ MODELS: dict[str, type[FrameworkBudget]] = {
     )
     for name, spec in SPECS.items()
 }
-"""The model of each framework's part: share, limit, min and max, and the options of its row in `SPECS`."""
+"""The model of each framework's part: share, limit, min and max, and the options of its spec in `SPECS`."""
 globals().update(MODELS)  # pickle looks them up here
 
 
@@ -255,9 +256,9 @@ class DoctorConfig(_Model):
 class Budget(_Model):
     """The memory of each GPU that one process may use, and each framework's part of it.
 
-    Immutable. Two budgets of the same values are equal, whatever their spelling. `devices` has a whole
-    UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern as key. `ranks` is "auto" or the number of
-    ranks on each GPU. It, `monitor`, `metrics`, `suspend` and `doctor` are None if the file omits them.
+    Immutable. Two budgets of the same values are equal, whatever their spelling. `devices` has a whole UUID (`GPU-` and
+    lower case), a CUDA ordinal in digits, or a name pattern as key. `ranks` is "auto" or the number of ranks on each
+    GPU. `ranks`, `monitor`, `metrics`, `suspend` and `doctor` are None if the file omits them.
     """
 
     model_config = ConfigDict(
@@ -430,7 +431,8 @@ def _budget(document: Document, source: str) -> Budget:
 
 
 def _unsaid(budget: Budget) -> Budget:
-    """Set each count that the file leaves out, such as `nccl`, to None: a rank's default depends on the other ranks."""
+    """Set each count that the file omits, such as `nccl`, to None, because a rank's default depends on the other
+    ranks."""
     found = {}
     for name, one in budget.frameworks.items():
         counts = {option.name for option in SPECS[name].options if option.kind == "count"} - one.model_fields_set

@@ -1,8 +1,8 @@
 """Frameworks that share one driver pool: their joint cap in the plan, and their admission. Pure.
 
 Under `strategy: pool` the frameworks that can use one stream-ordered pool share one cap: the sum of their parts, which
-is the pool's size. Each may fill it while the others use none, so frameworks that peak in turn need room for one peak
-only.
+is the pool's size. Each framework may fill the pool while the others use none, so frameworks that peak in turn need
+room for only one peak.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def caps_of(part: DevicePlan) -> dict[str, int]:
 
 
 def usages_by_allocator(part: DevicePlan, rows: Mapping[str, Usage]) -> dict[str, Usage | None]:
-    """The usage of each allocator, from the ledger's rows: the pool is its clients' live bytes and its cache."""
+    """The usage of each allocator, from the ledger's rows: the pool's usage is the live bytes of all its frameworks
+    plus the common cache."""
     if not part.joined:
         return dict(rows)
     found: dict[str, Usage | None] = {n: u for n, u in rows.items() if n != POOL and n not in part.joined}
@@ -89,7 +90,8 @@ def shared_notes(part: DevicePlan | None) -> dict[str, str]:
 
 
 def note_on(part: DevicePlan, framework: str, others: int) -> str:
-    """A refusal's note that others use `others` bytes of the framework's allocator; empty if it is its own."""
+    """A refusal's note that other frameworks use `others` bytes of the framework's allocator; empty for an allocator
+    that is not shared."""
     names = clients(part, allocator_of(part, framework))
     if names == (framework,):
         return ""
@@ -98,7 +100,8 @@ def note_on(part: DevicePlan, framework: str, others: int) -> str:
 
 
 def left_to(part: DevicePlan, figures: Mapping[str, FrameworkSample]) -> dict[str, FrameworkSample]:
-    """The figures with each framework's cap set to its room in the pool: pressure is measured against that."""
+    """The figures with each framework's cap set to its room in the pool, because pressure is measured against that
+    room."""
     live = sum(one.in_use or 0 for name, one in figures.items() if name in part.joined or name == POOL)
     found = dict(figures)
     for name in part.joined:

@@ -40,9 +40,9 @@ def plain(text: str) -> str:
 
 
 def quantity(value: object, bare: str) -> str | None:
-    """The percentage or size that a value means, in a budget's spelling; None if it cannot be inferred.
+    """The percentage or size that the user probably intended, in a budget's syntax; None if it cannot be inferred.
 
-    `bare` is the unit of a small number without one: `%`, `GiB` or `MiB`.
+    `bare` is the unit of a small number that has no unit: `%`, `GiB` or `MiB`.
     """
     if isinstance(value, bool):
         return None
@@ -117,9 +117,10 @@ _HALF = Fraction(1, 2)
 def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int | None) -> dict[str, Fraction | int]:
     """Scale the parts to fit `room` bytes (None: unknown), in proportion to the declared ones; returns only changes.
 
-    Lowers shares if they exceed 100% in sum, else limits; if lowering one kind is not enough, both to one half each, or
-    shares to the room beside the smallest limits. If the room is unknown, shares leave a tenth of it for limits. Empty
-    if nothing fits: no limit can be less than `GRANULE`, and no share is lowered to less than that.
+    Lowers shares if they exceed 100% in sum, else limits. If lowering one kind is not enough, it lowers both to one
+    half each, or lowers shares to the room that the smallest limits leave. If the room is unknown, the lowered shares
+    leave a tenth of the room for limits. Empty if nothing fits: no limit can be less than `GRANULE`, and no share is
+    lowered below `GRANULE`.
     """
     wanted, sizes, least = sum(shares.values(), Fraction(0)), sum(limits.values()), len(limits) * GRANULE
     bytes_left: int | None
@@ -151,7 +152,8 @@ def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int
 
 
 def _lowered(shares: Mapping[str, Fraction], scale: Fraction) -> dict[str, Fraction]:
-    """Each share times `scale`, rounded down to tenths of a per cent, or as finely as the smallest needs."""
+    """Each share times `scale`, rounded down to tenths of a per cent, or to smaller steps if the smallest share needs
+    them."""
     for digits in (3, 6, 12, 18):
         steps = 10**digits
         found = {name: Fraction(floor(share * scale * steps), steps) for name, share in shares.items()}
@@ -193,7 +195,7 @@ def share_left(data: object) -> str:
 
 
 def entry(name: str, value: object, data: object) -> str:
-    """The line of a framework, derived from a value of another shape."""
+    """The line to write for a framework, derived from a value of the wrong type."""
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         merged = {key: child for one in value for key, child in one.items()}
         return f"{name}: {flow(merged)}"
@@ -204,7 +206,7 @@ def entry(name: str, value: object, data: object) -> str:
 
 
 def is_quantity(name: str) -> bool:
-    """Whether an unknown key is another word for an amount of memory."""
+    """Whether an unknown key is a synonym for an amount of memory."""
     return _QUANTITY_KEY.fullmatch(normal(name)) is not None
 
 
@@ -219,7 +221,7 @@ def bare_unit(name: str) -> str:
 def in_one_word(name: str, value: object, known: Callable[[str], str]) -> str | None:
     """The line for a key and its value that YAML parsed as one key: `share 60%`, `share=60%`, `torch {share`.
 
-    `known` returns the key that a word means here, or "".
+    `known` returns the key of this level that the user probably intended by a word, or "".
     """
     text = plain(name)
     if isinstance(value, str) and (found := _INLINE.fullmatch(text)) and value.rstrip().endswith("}"):
@@ -234,7 +236,7 @@ def in_one_word(name: str, value: object, known: Callable[[str], str]) -> str | 
 
 
 _CUT = 10**15
-"""Larger than any number before a decimal comma. Python refuses to format an integer of thousands of digits."""
+"""An upper bound of the numbers before a decimal comma. Python refuses to format an integer of thousands of digits."""
 
 
 def decimals(name: str, siblings: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -286,7 +288,7 @@ def _is_model(word: str) -> bool:
 
 
 def device_key(name: str) -> str:
-    """The valid GPU key closest to a key that is no UUID, ordinal, name or pattern; "" if it cannot be inferred."""
+    """The valid GPU key closest to a key that is not a UUID, ordinal, name or pattern; "" if it cannot be inferred."""
     text = plain(name)
     if numbered := _NUMBERED.fullmatch(text.lower()):
         return numbered[1]

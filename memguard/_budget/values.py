@@ -1,6 +1,6 @@
 """Parse single values of a budget to exact values, and define the JSON Schema of each.
 
-A parser raises InvalidValue, with a fix if that depends on the value. Otherwise `problems.py` supplies the fix.
+A parser raises InvalidValue, with a fix if the fix depends on the value. Otherwise `problems.py` supplies the fix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WARN, CRITICAL = "85%", "95%"
 PORTS = 1024, 65535
 """The lowest and highest port for an unprivileged listener."""
 MAX_RANKS = 1024
-"""Ranks that share a GPU: more are a typing mistake."""
+"""The most ranks that share a GPU. A larger number is a typing mistake."""
 MAX_PATH = 1024
 MAX_JOB = 64
 """Characters in the name of a job."""
@@ -48,7 +48,7 @@ _ORDINAL = "([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{0,3})"
 
 
 def excerpt(value: object) -> str:
-    """A value as a message shows it: short and in one line."""
+    """The text of a value in messages: short and in one line."""
     kinds = {type(None): "nothing", list: "a list", dict: "a mapping"}
     return kinds.get(type(value)) or short(value)
 
@@ -116,7 +116,7 @@ def percent(value: object) -> Fraction:
 
 
 def size(value: object, least: int = GRANULE) -> int:
-    """Bytes. A number that is too small gets an error about its missing unit."""
+    """A size in bytes. For a number that is too small, the error says that its unit is missing."""
     if isinstance(value, str) and _OCTAL.fullmatch(value):
         raise InvalidValue(f"{excerpt(value)} starts with 0: octal to some programs", "write it without the leading 0")
     try:
@@ -231,7 +231,7 @@ def _with_suggestion(error: InvalidValue, value: object, bare: str, fits: Callab
 
 
 def reserve(value: object) -> int | Literal["auto"]:
-    """Bytes, or `auto`: from the table of measured overheads."""
+    """A reserve in bytes, or `auto` for the figure from the table of measured overheads."""
     if value == "auto":
         return "auto"
     if isinstance(value, str) and "%" in value:
@@ -244,7 +244,7 @@ def reserve(value: object) -> int | Literal["auto"]:
 
 
 def duration(value: object, least: float, most: float, or_none: str = "") -> float:
-    """Seconds within the bounds, or 0 if `or_none` (a phrase of the message) allows it."""
+    """Seconds within the bounds. 0 is valid if `or_none`, a phrase of the message, is given."""
     seconds = parse_duration(value)
     if least <= seconds <= most or (or_none and seconds == 0):
         return seconds
@@ -286,7 +286,7 @@ def timeline(value: object) -> str:
 
 
 def port(value: object) -> int:
-    """A port of this machine that any user may listen on."""
+    """A port of this machine that needs no privilege to listen on."""
     text = value.strip() if isinstance(value, str) else ""
     if isinstance(value, bool) or not isinstance(value, int) or not PORTS[0] <= value <= PORTS[1]:
         own = f"write '{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{3,4}", text) else ""
@@ -454,7 +454,7 @@ class _Shown:
 LISTED = _Shown(list)
 """Serialises a tuple as a list."""
 AS_IT_IS = _Shown(lambda value: value)
-"""Serialises the value unchanged, also one that becomes None later, whatever its type."""
+"""Serialises a value of any type unchanged, also a value that becomes None later."""
 
 
 class _Finding:
@@ -504,7 +504,7 @@ DEVICE_KEYS: list[Any] = [
     {"pattern": rf"^[ \t]*({_UUID}|{_ORDINAL})[ \t]*$"},
     {"pattern": r"^[ \t]*[ -~]*([*?\[]|[A-Za-z0-9][^A-Za-z0-9])[ -~]*[ \t]*$", "maxLength": MAX_KEY, "not": _NO_NAME},
 ]
-"""The JSON Schema of the keys below `devices`: any of these."""
+"""The JSON Schema of the keys below `devices`: a key must match one of these patterns."""
 
 _DEVICE_LIMIT = Value(device_limit, text, _PERCENT, *_sizes(GRANULE))
 _RESERVE = Value(reserve, text, {"const": "auto"}, *_sizes(GRANULE))

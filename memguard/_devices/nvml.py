@@ -246,7 +246,7 @@ class Nvml:
         _all.add(self)
 
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs of the machine in NVML's order, regardless of CUDA_VISIBLE_DEVICES, without those in `refused`.
+        """The GPUs of the machine in NVML's order, regardless of CUDA_VISIBLE_DEVICES. Omits the GPUs in `refused`.
 
         A GPU whose memory NVML does not report, as with unified memory, is `unified` and has a total of 0 here.
         """
@@ -568,8 +568,8 @@ class Nvml:
         return self._checked(n, uuid, info.total, None, info.used, info.free)
 
     def _checked(self, n: Any, uuid: str, total: int, reserved: int | None, used: int, free: int) -> MemoryInfo:
-        """The reading, or DeviceError if it is impossible: a failing driver returns 2⁶⁴-1. A driver that fails may also
-        return only zeros, which is no valid reading."""
+        """Return the reading. Raises DeviceError for impossible figures: a failing driver returns 2⁶⁴-1. Figures that
+        are all zero count as not supported."""
         if not (0 <= used <= total and 0 <= free <= total and 0 <= (reserved or 0) <= total and 0 < total <= MAX_SIZE):
             if not (total or reserved or used or free):
                 raise n.NVMLError(n.NVML_ERROR_NOT_SUPPORTED)

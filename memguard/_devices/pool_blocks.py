@@ -1,5 +1,4 @@
-"""Allocate blocks of a driver memory pool for frameworks that do not use streams. Caps a pool that the driver cannot
-cap.
+"""Allocate blocks of a driver memory pool for frameworks without streams, under a cap if the pool itself has none.
 
 A block is usable on every stream as soon as it is allocated, as after `cuMemAlloc`. Its free follows all work of its
 context, as with `cuMemFree`. memguard allocates and frees on a stream of its own, on which no other stream waits. The

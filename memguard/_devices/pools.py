@@ -51,7 +51,7 @@ class _Pool:
         return self._attribute(_RESERVED)
 
     def peak(self) -> int:
-        """The peak of `held`."""
+        """The peak of `reserved`, in bytes."""
         return self._attribute(_RESERVED_PEAK)
 
     def used(self) -> int:
@@ -131,8 +131,8 @@ class CappedPool(_Pool):
 
 
 class DefaultPool(_Pool):
-    """Makes the device's default pool the current one. It has no maximum size, and its release threshold is set to
-    "never"."""
+    """Makes the device's default pool the current one. It has no maximum size. The release threshold is set to the
+    maximum, so that the pool keeps freed memory."""
 
     def __init__(self, ordinal: int) -> None:
         super().__init__(ordinal)

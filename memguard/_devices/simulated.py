@@ -63,9 +63,9 @@ class _State:
 class SimulatedHost:
     """`Host` with simulated GPUs, and the calls through which simulated frameworks allocate. Thread-safe.
 
-    `names` are `Model`s, or names that `catalog.models` accepts: most name one GPU, a file of devices several. Figures
-    are exact bytes: the simulated frameworks round to the 2 MiB pages of a real driver. Raises DeviceError for an
-    unknown name, and ConfigError for an invalid file.
+    `names` are `Model`s, or names that `catalog.models` accepts: most names stand for one GPU, the path of a device
+    file for several. Figures are exact bytes: the simulated frameworks round to the 2 MiB pages of a real driver.
+    Raises DeviceError for an unknown name, and ConfigError for an invalid file.
     """
 
     simulated = True
@@ -101,7 +101,7 @@ class SimulatedHost:
         return self._devices
 
     def memory(self, device: Device) -> MemoryInfo:
-        """As NVML v2 reports it: total = reserved + used + free, to the byte. NVML reports no unified memory."""
+        """The figures of NVML v2: total = reserved + used + free, to the byte. NVML reports no unified memory."""
         with self.lock:
             state = self._state(device)
             used, true = state.used, state.device

@@ -1,1 +1,1 @@
-"""Caps on each framework's own allocator: one adapter per framework; `base.py` defines the contract."""
+"""Adapters that cap each framework's own allocator: one folder per framework; `base.py` defines their base class."""

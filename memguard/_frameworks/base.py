@@ -1,32 +1,33 @@
-"""The contract between memguard and one framework: a subclass of `Framework` in a folder of its own.
+"""Defines `Framework`, the base class of all framework adapters, and the rules for writing an adapter.
 
 Adding a framework takes a folder `memguard/_frameworks/<name>` and a fragment in `changes/`. In the folder:
 
-1. `spec.py` with the framework's `FrameworkSpec`, `SPEC`, which the budget, the plan, the reports and the simulation
-   read. It imports `memguard._base` alone.
-2. `adapter.py` with a subclass of `Framework` whose `spec` is `SPEC`.
-3. Optional: `arrays.py` for the exchange (`arrays/base.py`), `probe.py` for the doctor, `gates.py` for suspension,
-   `in_process.py` for reading the framework's state in a running process; `optional_modules.py` has the types of the
-   last three.
+1. `spec.py` defines `SPEC`, the framework's `FrameworkSpec`, which the budget, the plan, the reports and the simulation
+   read. Of memguard, it imports only `memguard._base`.
+2. `adapter.py` defines a subclass of `Framework` whose `spec` is `SPEC`.
+3. Optional: `arrays.py` for sharing arrays with other frameworks (`arrays/base.py`), `probe.py` for the doctor,
+   `gates.py` for suspension, `in_process.py` for reading the framework's state in a running process.
+   `optional_modules.py` defines the types that `probe.py`, `gates.py` and `in_process.py` use.
 
-`tests/contract` finds the adapter by its `SPEC` and tests it. Also add its module to the import contract `frameworks`
-in pyproject.toml, and the module to import first to `MODULES` in `memguard/_tools/activation/_memguard_environment.py`:
-both are literals, and a test compares them with the specs.
+`tests/contract` discovers `SPEC` and tests its adapter. Also add the framework's Python module to the import contract
+`frameworks` in pyproject.toml, and the spec's `hook` to `MODULES` in
+`memguard/_tools/activation/_memguard_environment.py`; a test compares both lists with the specs.
 
 Rules for all methods:
 
 - Only modules of the framework's folder import the framework, inside methods, and only if `state()` is `imported` or
-  `live`. No method initialises the framework, a CUDA context or a device just to read a figure.
-- `apply` sets the caps, reads them back, and raises CapNotApplied (reason, remedy) if one cannot hold as declared. It
-  may raise at any point, also by a Ctrl-C right after a change: so it adds a step to `undo` before each change. The
-  caller runs the steps, last first, if `apply` raises or the budget ends. A step raises CapNotApplied if its change
-  stays. See `Undo` for what else a step must do.
-- A later setting of the user, through the framework's public calls, cannot exceed the cap: the smaller of the two
-  holds, and `_warn` reports it at once (`replacements.py` implements this). Where the cap cannot hold,
-  `_check_drift_now` makes the guard call `drift` at once. The undo steps restore the user's latest setting.
-- `usage` reports the framework's own figures: None if it holds nothing or is not live. A figure that the framework
-  does not report is None, never 0.
-- Every private symbol of the framework is probed before use, and has a fallback or a clear refusal.
+  `live`. No method initialises the framework, a CUDA context or a device just to read memory usage.
+- `apply` sets the caps, reads them back, and raises CapNotApplied (reason, remedy) if a cap cannot be enforced as
+  declared. Because a Ctrl-C can interrupt `apply` right after any change, `apply` adds a step to `undo` before each
+  change. The guard, which applies the budget, runs the steps, last first, if `apply` raises or the budget ends. A step
+  raises CapNotApplied if its change cannot be undone. `Undo` documents the other duties of a step.
+- If the user later sets a limit above the cap through the framework's public functions, the cap stays in effect, and
+  `_warn` reports the attempt (`replacements.py` implements this). If such a call can break the cap, the adapter calls
+  `_check_drift_now`, so that the guard calls `drift` immediately. The undo steps restore the user's latest setting.
+- `usage` returns the byte counts that the framework reports; None if the framework holds no memory or is not live. A
+  count that the framework does not report is None, never 0.
+- An adapter tests that a private symbol of the framework exists before it uses the symbol. If the symbol is missing,
+  the adapter uses a fallback or raises an error with reason and remedy.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ from memguard.errors import CapNotApplied
 
 
 class Allocator(ABC):
-    """The unit that one cap limits: the allocator of one framework, or a pool that several frameworks share."""
+    """Base class of everything that has one cap: a framework's allocator, or a pool that several frameworks share."""
 
     @property
     @abstractmethod
@@ -73,35 +74,36 @@ class Allocator(ABC):
     @property
     @abstractmethod
     def requests_room(self) -> bool:
-        """True if the allocator requests room from siblings before it refuses a request, as memguard's own allocators
-        do."""
+        """True if the allocator, before it refuses a request, calls the guard, which makes other frameworks release
+        memory. memguard's own allocators do so."""
 
     @abstractmethod
     def usage(self, device: Device) -> Usage | None:
-        """The allocator's memory on the device; None if the allocator is not live there."""
+        """The allocator's held and in-use bytes on the device; None if the allocator is not initialised there."""
 
     @abstractmethod
     def trim(self, device: Device) -> None:
-        """Release all releasable memory to the driver, on this thread."""
+        """Release all idle memory that the allocator can release to the driver. Runs on the calling thread."""
 
     def trim_partly(self, device: Device, needed: int) -> None:
-        """Release about `needed` bytes if the allocator can release a part; otherwise the same as `trim`."""
+        """Release about `needed` bytes if the allocator can release part of its idle memory; otherwise call `trim`."""
         self.trim(device)
 
     def reusable(self, usage: Usage) -> int:
-        """The bytes of its cache that certainly serve the allocator's next request, computed from `usage`. 0 if
+        """The cached bytes, computed from `usage`, that the allocator's next request can certainly use; 0 if
         unknown."""
         return usage.reclaimable or 0
 
     @abstractmethod
     def fixed(self) -> bool:
-        """True if an applied cap cannot change in this process's configuration."""
+        """True if an applied cap cannot be changed, as the framework is configured in this process."""
 
 
 class Framework(Allocator):
-    """One framework in this process. Caps are bytes by device UUID, one for each device of the plan.
+    """Base class of the adapters: one framework in this process.
 
-    The framework's cap limits this allocator, unless the framework is `pooled`.
+    A cap limits the framework's own allocator on one GPU, unless the framework is `pooled`. `caps` maps the UUID of
+    each device of the plan to its cap in bytes.
     """
 
     spec: FrameworkSpec
@@ -109,21 +111,23 @@ class Framework(Allocator):
     resizable = True
     """Whether a cap can change at run time. False for TensorFlow and JAX, which never release memory to the driver."""
     pooled = False
-    """True if the framework allocates from the shared pool. Its reported usage then is its live blocks, without a
-    cache."""
+    """True if the framework allocates from the shared pool. `usage` then reports only its live blocks, because cached
+    memory belongs to the pool."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
         self.notes: list[str] = []
-        """Notes that the adapter adds after `apply`, as sentences. The guard shows them with its own notes."""
+        """Sentences that the adapter adds after `apply` has returned. The guard shows them with its own notes."""
         self.on_warning: Callable[[str], None] | None = None
         """`_warn` calls this with the warning's sentence, on the thread that caused the warning."""
         self.on_change: Callable[[], None] | None = None
-        """Called after a user's call that may have broken the cap, so that the guard calls `drift`."""
+        """`_check_drift_now` calls this. Set by the guard, which then calls `drift`."""
         self.on_refusal: Callable[[RefusedRequest], str | None] | None = None
-        """Called by `_report_refusal` with each refused request; set by the guard. Returns the id of the record."""
+        """`_report_refusal` calls this with each refused request. Set by the guard, which returns the id of its record
+        of the request, or None."""
         self.on_shortage: Callable[[Shortage], bool] | None = None
-        """Called by `_request_room` to make room before a request is refused; set by the guard."""
+        """`_request_room` calls this before the allocator refuses a request. Set by the guard, which makes other
+        frameworks release cache or raises an elastic cap."""
 
     @property
     def name(self) -> str:
@@ -145,7 +149,7 @@ class Framework(Allocator):
         return self.spec.hook
 
     def state(self) -> State:
-        """How far the framework is loaded in this process. Imports and initialises nothing."""
+        """Whether the framework is absent, importable, imported or live. Imports and initialises nothing."""
         loaded = self._loaded()
         if loaded is not None and self._live(loaded):
             return State.LIVE
@@ -163,24 +167,24 @@ class Framework(Allocator):
 
     @abstractmethod
     def _live(self, module: ModuleType) -> bool:
-        """Whether the imported framework has initialised CUDA, so that it may hold GPU memory."""
+        """True if the imported framework has initialised CUDA, so that it may hold GPU memory."""
 
     def prepare(self, undo: Undo) -> None:
-        """Set the variables that the framework reads during its import. Called before the import.
+        """Set the environment variables that the framework reads during its import. Called before the import.
 
         Adds the undo step to `undo` before each change. Never replaces a user's setting; raises ConflictingSetting if
-        it conflicts.
+        the user's setting conflicts with the budget.
         """
 
     @abstractmethod
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
-        """Apply the caps. Called once the framework is imported, live or not. Adds its undo steps to `undo`.
+        """Apply the caps. Called after the framework's import, live or not. Adds an undo step before each change.
 
-        `options` are the framework's settings in the budget, by name: the `applied` options of its spec.
+        `options` maps each option of the spec that has `applied` set to its value in the budget.
         """
 
     def resize(self, caps: Mapping[str, int]) -> None:
-        """Change applied caps at run time. A lower cap frees nothing by itself: the guard trims and reports."""
+        """Change applied caps at run time. A lower cap frees no memory by itself; the guard also calls `trim`."""
         raise CapNotApplied(
             self.name,
             "its limit is fixed once it is set",
@@ -191,7 +195,7 @@ class Framework(Allocator):
         return not self.resizable
 
     def footprint(self, size: int) -> int:
-        """The most driver bytes that one more allocation of `size` bytes may take."""
+        """The most bytes that the driver may have to allocate for one more request of `size` bytes."""
         return size
 
     def drift(self) -> Sequence[Drift]:
@@ -199,13 +203,13 @@ class Framework(Allocator):
         return []
 
     def unseen(self) -> str | None:
-        """Why memguard misses a refused request whose error the program catches; None if `_report_refusal` reports
-        each."""
+        """The reason why memguard cannot notice a refused request if the program catches its error; None if the adapter
+        reports every refused request."""
         return "its allocator tells nobody of a refused request" if self.spec.refuses_silently else None
 
     def uncounted(self) -> str | None:
-        """A sentence about memory that this framework may take outside its cap and its count, to explain `unaccounted`.
-        None if none is known."""
+        """A sentence about memory that this framework may allocate outside its cap and its `usage`, to explain the
+        unaccounted bytes of a reading. None if no such memory is known."""
         return None
 
     def _report_refusal(
@@ -219,8 +223,8 @@ class Framework(Allocator):
         """Report a request that the allocator refuses after all retries, on the requesting thread. Callers hold no lock
         of the adapter.
 
-        `known` are figures at the refusal, by the names of `RefusedRequest`; the guard adds the memory held by all
-        frameworks. This marks `error` with the record's id, to recognise the error later. Raises nothing.
+        `known` are further fields of `RefusedRequest`; the guard adds the memory held by all frameworks. The method
+        stores the id of the guard's record in `error`, so that memguard recognises the error later. Raises nothing.
         """
         if self.on_refusal is None:
             return
@@ -233,11 +237,11 @@ class Framework(Allocator):
             _log.debug("%s: a refused request was not recorded: %s", self.name, failure)
 
     def _request_room(self, shortage: Shortage) -> bool:
-        """Request room before refusing a request: siblings release cache, an elastic cap rises.
+        """Call the guard before refusing a request, so that other frameworks release cache or an elastic cap rises.
 
         True if memory was freed or the cap raised, so that the allocator should retry. Call it on the requesting
-        thread, without a lock of the adapter, at most a few times for one request. It raises only exceptions of signal
-        handlers.
+        thread, without a lock of the adapter, at most a few times for one request. Only a signal handler that
+        interrupts the call can make it raise.
         """
         if self.on_shortage is None:
             return False
@@ -248,17 +252,17 @@ class Framework(Allocator):
             return False
 
     def capturing(self) -> bool:
-        """Whether this thread is capturing a CUDA graph with the framework. Freeing memory would break the capture."""
+        """True if this thread is capturing a CUDA graph with the framework: freeing memory would break the capture."""
         return False
 
     def libraries(self) -> frozenset[str]:
-        """Names in `OVERHEADS` (`nccl 1`, `nccl 2`) of additional library memory outside the framework's cap."""
+        """Keys of `OVERHEADS` (`nccl 1`, `nccl 2`) for libraries in use whose memory lies outside the cap."""
         return frozenset()
 
     def communicating(self) -> bool:
         """True if this process has live NCCL communicators, so that other processes may wait for its GPU work.
 
-        Releasing memory waits for that work, and blocks the framework's allocator.
+        Releasing memory waits for that GPU work, and blocks the framework's allocator meanwhile.
         """
         return any(name.startswith("nccl ") for name in self.libraries())
 
@@ -280,7 +284,7 @@ class Framework(Allocator):
             _log.info("%s", note)
 
     def _warn(self, sentence: str) -> None:
-        """Log a warning, once for each sentence, that a later setting of the user exceeds the cap."""
+        """Log a warning that the user has set a limit above the cap. Logs each sentence once."""
         if sentence not in self.notes:
             self.notes.append(sentence)
             _log.warning("%s", sentence)
@@ -288,17 +292,18 @@ class Framework(Allocator):
                 self.on_warning(sentence)
 
     def _check_drift_now(self) -> None:
-        """Make the guard call `drift` now instead of at the next reading, as the user changed a setting that the cap
-        depends on."""
+        """Make the guard call `drift` immediately instead of at the next reading. Call it after the user changed a
+        setting that the cap depends on."""
         if self.on_change is not None:
             self.on_change()
 
     def about(self) -> dict[str, str]:
-        """The framework's entries in a trace's header other than its version, such as its allocator."""
+        """The framework's entries for the header of a recorded trace, such as its allocator, without its version."""
         return {}
 
     def forked(self) -> None:
-        """In a forked child: stop capping, without acquiring a lock of the parent and without a CUDA call."""
+        """Called in a forked child: stop enforcing the caps. It must not acquire a lock that a thread of the parent may
+        have held, nor call CUDA."""
 
     def _loaded(self) -> ModuleType | None:
         """The hook module once its import is complete, else None. Waits for an import in another thread."""
@@ -311,10 +316,10 @@ class Framework(Allocator):
 def accept_permanent_limits(
     name: str, title: str, pool: str, existing: Mapping[str, tuple[int, int]], caps: Mapping[str, int]
 ) -> Applied:
-    """Keep the existing limits of a live framework whose limits can no longer change.
+    """Accept the existing limits of a live framework, which can no longer be changed.
 
-    Raises CapNotApplied unless an earlier budget of this process set them and they fit these caps. `existing` has the
-    cap and the limit by device UUID, in bytes.
+    Raises CapNotApplied unless an earlier budget of this process set these limits and they fit the new caps. `existing`
+    maps each device UUID to the earlier budget's cap and to the limit, in bytes.
     """
     if not existing:
         raise CapNotApplied(
@@ -323,7 +328,7 @@ def accept_permanent_limits(
             f"call memguard.init() before {title}'s first operation",
         )
     for uuid, (cap, limit) in existing.items():
-        own = limit < cap // MIB * MIB  # the user's own limit, which a larger cap does not change
+        own = limit < cap // MIB * MIB  # the user set this stricter limit; a larger cap does not change it
         if caps.get(uuid) != cap and not (own and caps.get(uuid, 0) >= limit):
             raise CapNotApplied(
                 name,
@@ -335,8 +340,8 @@ def accept_permanent_limits(
 
 
 def attach_size(error: BaseException, requested: int) -> BaseException:
-    """Set the error's `memguard_requested` to the requested bytes. A separate function, so that no caller's frame keeps
-    the error alive."""
+    """Set the error's `memguard_requested` to the requested bytes. A separate function, so that no local variable of a
+    caller keeps the error alive."""
     error.memguard_requested = requested  # type: ignore[attr-defined]
     return error
 
@@ -351,21 +356,22 @@ def weak_reference(thing: Any) -> weakref.ref[Any] | None:
 
 
 TRIES = 2
-"""Retries of a request after siblings released memory, because another thread may allocate that memory first."""
+"""Retries of a request after other frameworks released memory, because another thread may allocate it first."""
 
 
 def holds_lock(lock: Any) -> bool:
-    """Whether this thread holds the lock, as in a signal handler or finalizer that interrupted an allocation."""
+    """True if this thread holds the RLock: it runs a signal handler or finalizer that interrupted an allocation."""
     return bool(lock._is_owned())
 
 
 def attach_shortage(error: BaseException, requested: int, needed: int, *, full: bool) -> BaseException:
-    """Attach a shortage to the error. A separate function, so that no caller's frame keeps the error alive."""
+    """Store the arguments in the error, for `attached_shortage`. A separate function, so that no local variable of a
+    caller keeps the error alive."""
     error.memguard_short = needed, full  # type: ignore[attr-defined]
     return attach_size(error, requested)
 
 
 def attached_shortage(error: BaseException, framework: str, uuid: str, requested: int) -> Shortage | None:
-    """The shortage that is attached to the error, or None."""
+    """The `Shortage` built from the values that `attach_shortage` stored in the error; None if it stored none."""
     needed, full = getattr(error, "memguard_short", (None, False))
     return None if needed is None else Shortage(framework, uuid, requested, needed, full)

@@ -1,9 +1,10 @@
-"""Computes the driver memory of allocations, which no library reports: pages, slabs, and the bytes that a free returns.
+"""Computes the driver memory that allocations occupy (pages, slabs) and that a free returns; no library reports it.
 
-Measured on an H200: the driver rounds an allocation above 1 MiB up to 2 MiB, and packs smaller ones into slabs of 2
-MiB. 200 arrays of 1.1 MiB took 398 MiB while CuPy's pool counted 220. Slabs lie at multiples of 2 MiB. A slab's first
-piece starts at the slab's start, each piece at a multiple of 512 bytes, and no piece spans two slabs: 60 pieces of 0.7
-MiB take 60 MiB. All frameworks of a context share its slabs. The driver frees a slab with its last piece.
+Measured on an H200: the driver rounds an allocation above 1 MiB up to a multiple of 2 MiB, and packs smaller ones into
+slabs of 2 MiB. 200 arrays of 1.1 MiB took 398 MiB while CuPy's pool counted 220. Slabs lie at multiples of 2 MiB. In
+this module, a piece is an allocation in a slab. A slab's first piece starts at the slab's address, each piece at a
+multiple of 512 bytes, and no piece spans two slabs: 60 pieces of 0.7 MiB take 60 MiB. All frameworks of a context share
+its slabs. The driver frees a slab when the last piece in the slab is freed.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ PIECE = 32 * MIB
 
 
 def whole(size: int) -> int:
-    """The driver's bytes for an allocation of `size` bytes: whole pages above 1 MiB, else whole units of a slab."""
+    """The driver bytes that an allocation of `size` bytes occupies: whole pages above 1 MiB, else multiples of `UNIT`
+    in a slab."""
     return -(-size // GRANULE) * GRANULE if size > SMALL else -(-size // UNIT) * UNIT
 
 
 def whole_share(size: int, unit: int = UNIT) -> int:
-    """`size` rounded up so that the driver wastes nothing: to whole pages, or to an even fraction of a slab."""
+    """`size` rounded up so that the driver wastes no bytes: to whole pages, or to an equal share of a slab."""
     if size <= TINY:
         return size
     if size > SMALL:
@@ -44,8 +46,8 @@ def whole_share(size: int, unit: int = UNIT) -> int:
 
 @dataclass
 class _Slab:
-    """One slab: the number of pieces of all frameworks in it, and the bytes of it that the frameworks' ledger rows
-    count."""
+    """One slab: the number of all frameworks' pieces in the slab, how many of its bytes the frameworks' ledger rows
+    count, and whether its first piece was recorded (`known`)."""
 
     pieces: int = 0
     counted: int = 0
@@ -55,19 +57,20 @@ class _Slab:
 class Slabs:
     """The slabs of one GPU that contain pieces of this process's frameworks. Thread-safe.
 
-    `gaps` is the bytes of slabs that no framework's ledger row counts: unusable ends, and holes of freed pieces. It is
-    negative if rows overlap: one framework counts a whole slab, and another its pieces in that slab. A slab whose first
-    piece was not recorded here belongs to other code, as do its gaps.
+    `gaps` is the number of slab bytes that no framework's ledger row counts: unusable ends of slabs, and holes that
+    freed pieces left. `gaps` is negative if ledger rows overlap: one framework counts a whole slab, and another counts
+    its own pieces in the same slab. `gaps` excludes slabs whose first piece was not recorded, because other code opened
+    them.
     """
 
     def __init__(self) -> None:
         self.gaps = 0
-        # A signal handler or a finalizer may interrupt any call, so related figures change without a call in between.
+        # A signal handler or finalizer may run at any function call: update related figures with no call in between.
         self._lock = threading.RLock()
         self._slabs: dict[int, _Slab] = {}
 
     def add_piece(self, address: int) -> bool:
-        """Record a piece. Returns whether the piece opened its slab."""
+        """Record a piece. Returns True if the piece opened the slab, as its first piece."""
         with self._lock:
             slab = self._slabs.setdefault(address // GRANULE, _Slab())
             slab.pieces += 1
@@ -78,7 +81,7 @@ class Slabs:
             return False
 
     def count(self, address: int, change: int) -> None:
-        """Add `change` to the slab's bytes that the frameworks' ledger rows count."""
+        """Add `change` to the number of the slab's bytes that the frameworks' ledger rows count."""
         with self._lock:
             slab = self._slabs[address // GRANULE]
             slab.counted += change
@@ -91,7 +94,7 @@ class Slabs:
         return slab.pieces if slab is not None else 0
 
     def remove_piece(self, address: int) -> None:
-        """Remove a piece, and the slab with its last piece."""
+        """Remove a piece; if it was the last piece of the slab, also remove the slab."""
         with self._lock:
             slab = self._slabs[address // GRANULE]
             slab.pieces -= 1
@@ -107,7 +110,7 @@ slabs: defaultdict[str, Slabs] = defaultdict(Slabs)
 
 @dataclass
 class _OwnPieces:
-    """One framework's pieces in one slab: their number and bytes."""
+    """One framework's pieces in one slab: their number and bytes. With `whole`, the framework counts the whole slab."""
 
     whole: bool
     pieces: int = 0
@@ -121,27 +124,28 @@ class _OwnPieces:
 class DriverPages:
     """Counts one framework's allocations on one GPU, by address, in driver pages.
 
-    With `whole`, a slab that the framework opened counts whole; in other slabs only its pieces count. Finalizers must
-    not call these methods. If a signal handler interrupts a change by another change, the second is applied after the
-    first.
+    With `whole`, the framework counts all 2 MiB of a slab that it opened; in other slabs it counts only its own pieces.
+    Finalizers must not call these methods. A change that a signal handler makes during another change is queued and
+    applied after the interrupted change.
     """
 
     def __init__(self, shared: Slabs, whole: bool = True) -> None:
         self._shared, self._whole = shared, whole
         self._large = self._small = self._expected = 0
         self.queued = 0
-        """The bytes of `apply_add` in `changes`, in whole pages. `held` includes them at once, so that a signal
-        handler's request cannot take their room."""
+        """The bytes of the `apply_add` entries in `changes`, in whole pages. `held` includes these bytes before the
+        entries are applied, so that a signal handler's request cannot use the same part of the cap."""
         self._slabs: dict[int, _OwnPieces] = {}
         self.changes: deque[tuple[Callable[[int, int], None], int, int]] = deque()
         """Queued changes for `apply_changes`: `apply_add` or `apply_remove`, with address and size. A caller that must
-        know after a Ctrl-C whether its change is queued appends it here, and records that with no call in between."""
+        know after a Ctrl-C whether its change is queued appends the change to this deque itself, and sets its own flag
+        with no function call in between."""
         self._changing = False
 
     def growth(self, size: int) -> int:
         """The least growth of `held` for one more allocation of `size` bytes.
 
-        The real growth may be larger: a slab's room may consist of holes, and the piece may open a slab.
+        The real growth may be larger: if a slab's free bytes are scattered holes, the piece opens a new slab.
         """
         if size > SMALL:
             return round_up(size)
@@ -150,19 +154,20 @@ class DriverPages:
         return round_up(size, UNIT)
 
     def gap(self, size: int) -> bool:
-        """Whether a recorded slab may have room for one more piece. The room may consist of holes, or contain other
-        frameworks' pieces."""
+        """True if a recorded slab may have `size` free bytes for one more piece. These bytes may be scattered holes, or
+        other frameworks' pieces may occupy them."""
         return any(GRANULE - slab.bytes >= size for slab in self._slabs.values())
 
     def known(self, address: int) -> bool:
-        """Whether this address's slab contains recorded pieces."""
+        """True if this framework has recorded pieces in the slab at this address."""
         return address // GRANULE in self._slabs
 
     def fits(self, size: int, cap: int) -> bool:
-        """Whether `held` may stay within the cap after one more allocation. It searches the slabs only near the cap."""
+        """True if `held` may stay within the cap after one more allocation. Searches the slabs only if `held` is near
+        the cap."""
         if self.held() + round_up(size) <= cap:
             return True
-        return size <= SMALL and self.held() + self.growth(size) <= cap  # above SMALL the first check alone is exact
+        return size <= SMALL and self.held() + self.growth(size) <= cap  # above SMALL the first check is exact
 
     def add(self, address: int, size: int) -> None:
         self._queue(self.apply_add, address, size)
@@ -178,14 +183,14 @@ class DriverPages:
         self.apply_changes()
 
     def apply_changes(self) -> None:
-        """Apply the queued changes. A Ctrl-C neither loses nor repeats one; only `Slabs.gaps` may miss a piece."""
+        """Apply the queued changes. A Ctrl-C neither loses nor repeats a change; only `Slabs.gaps` may miss a piece."""
         if self._changing:
             return
         self._changing = True
         try:
             while self.changes:
                 change, address, size = self.changes[0]
-                change(address, size)  # updates all figures right before its `popleft`, with no call in between
+                change(address, size)  # updates all sums right before it removes its entry, with no call in between
         finally:
             self._changing = False
 
@@ -208,38 +213,39 @@ class DriverPages:
             return
         slab = self._slabs.get(address // GRANULE)
         if slab is None:
-            self.changes.popleft()  # a kept entry would be retried for ever
+            self.changes.popleft()  # otherwise every later call would retry this change and fail
             raise KeyError(address)
         self._change(slab, address, -1, -size)
         self._shared.remove_piece(address)
 
     def in_slab_of_others(self, address: int, size: int) -> bool:
-        """Whether this allocation lies in a slab that other code opened, so that only its own bytes count."""
+        """True if this allocation lies in a slab that other code opened, so that only the allocation's bytes count."""
         slab = self._slabs.get(address // GRANULE)
         return size <= SMALL and slab is not None and not slab.whole
 
     @contextlib.contextmanager
     def expecting(self, size: int) -> Iterator[None]:
-        """Add `size` to `held` during the `with` block, to reserve a request's room until its allocation is counted.
+        """Add `size` to `held` during the `with` block, to reserve a request's bytes until `add` counts the allocation.
 
-        A signal handler or a finalizer that allocates meanwhile then cannot use this room.
+        A signal handler or a finalizer that allocates meanwhile then cannot use this part of the cap.
         """
         before = self._expected
         try:
             self._expected = before + round_up(size)
             yield
         finally:
-            self._expected = before  # harmless if an interruption preceded the change
+            self._expected = before  # changes nothing if an interruption came before `size` was added
 
     def held(self) -> int:
         return self._large + self._small + self.queued + self._expected
 
     def counted(self) -> int:
-        """`held` without the bytes that `expect` adds."""
+        """`held` without the bytes that `expecting` adds."""
         return self._large + self._small + self.queued
 
     def returned_by(self, pieces: Iterable[tuple[int, int]]) -> int:
-        """The bytes that the driver gets back if these allocations are freed. A slab is freed with its last piece."""
+        """The bytes that the driver gets back if these allocations are freed. The driver gets a slab back only with the
+        slab's last piece."""
         found = 0
         small: dict[int, int] = {}
         for address, size in pieces:
@@ -258,9 +264,10 @@ class DriverPages:
         return found
 
     def groups(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
-        """Group the allocations that the driver frees together: the bytes and addresses of each group.
+        """Group allocations by the page range or slab that they occupy. Returns each group's bytes and addresses.
 
-        Omits pieces in slabs that other code keeps allocated: freeing such a piece returns nothing.
+        Omits the pieces of a slab that other code opened or that has pieces outside `blocks`: freeing them returns no
+        memory to the driver.
         """
         found: list[tuple[int, list[int]]] = []
         small: dict[int, list[int]] = {}
@@ -276,7 +283,8 @@ class DriverPages:
         return found
 
     def _change(self, slab: _OwnPieces, address: int, pieces: int, size: int, queued: int = 0) -> None:
-        """Update the slab and all sums, so that readings need no computation. Removes the first of `changes`."""
+        """Update the slab and all sums, so that a reading need not add them up. Removes the first entry of
+        `changes`."""
         number, slabs, changes = address // GRANULE, self._slabs, self.changes
         after = _OwnPieces(slab.whole, slab.pieces + pieces, slab.bytes + _units(size))
         counted = (after.counted if after.pieces else 0) - (slab.counted if slab.pieces else 0)
@@ -298,9 +306,8 @@ def fewest_blocks(sizes: Sequence[int], needed: int) -> list[int] | None:
     """Indices of blocks that together have at least `needed` bytes, with no superfluous block; None if all together
     have fewer.
 
-    It minimises the number of blocks rather than the bytes, because each free costs time: it selects the largest
-    blocks, then the smallest block that completes the sum. The excess over `needed` is less than the smallest selected
-    block.
+    Minimises the number of blocks rather than the bytes, because each free costs time: selects the largest blocks, then
+    the smallest block that completes the sum. The excess over `needed` is less than the smallest selected block.
     """
     if sum(sizes) < needed:
         return None
@@ -317,7 +324,7 @@ def fewest_blocks(sizes: Sequence[int], needed: int) -> list[int] | None:
 def addresses_to_free(pages: DriverPages, blocks: Sequence[tuple[int, int]], needed: int) -> frozenset[int] | None:
     """The addresses of `blocks` (address and size, all idle) to free so that the driver gets `needed` bytes back.
 
-    None if all blocks are needed. The pieces of a slab are freed together or not at all.
+    None if freeing all blocks would return fewer bytes. The pieces of a slab are freed together or not at all.
     """
     groups = pages.groups(blocks)
     chosen = fewest_blocks([size for size, _ in groups], needed)
@@ -327,8 +334,8 @@ def addresses_to_free(pages: DriverPages, blocks: Sequence[tuple[int, int]], nee
 def returned_by_trim(reserved: int, used: int) -> int | None:
     """The bytes that a trim returns from a driver pool with `reserved` bytes, `used` of them in live blocks.
 
-    The driver returns whole pieces without a live block, and does not report which pieces those are. So the result is
-    known only if no block is live, or if the idle bytes are less than a piece; else None.
+    The driver returns only whole chunks of 32 MiB (`PIECE`) without a live block, and does not report which chunks
+    those are. So the result is known only if no block is live, or if the idle bytes are less than a chunk; else None.
     """
     idle = reserved - used
     if used == 0:

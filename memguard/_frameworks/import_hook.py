@@ -20,12 +20,12 @@ from memguard._frameworks.specs import SPECS
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Callbacks by module name. A callback runs after its module's code; if it raises, it runs again at the next
+    """Runs a callback after the first import of each watched module. If the callback raises, it runs again at the next
     import."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, Callable[[], None]] = {}
-        self._lock = threading.RLock()  # never held during a search or an import
+        self._lock = threading.RLock()  # not held while other finders search or the module's code runs
         self._finding = threading.local()
 
     def watch(self, module: str, callback: Callable[[], None]) -> Callable[[], None]:
@@ -44,7 +44,8 @@ class ImportHook(importlib.abc.MetaPathFinder):
         return forget
 
     def clear(self) -> None:
-        """Cancel every callback. A forked child calls it too: another thread of the parent may have held the lock."""
+        """Cancel every callback. A forked child calls this too; it replaces the lock, because another thread of the
+        parent may have held it."""
         self._lock = threading.RLock()
         self._waiting.clear()
         self._leave_when_idle()
@@ -55,7 +56,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         names: set[str] = vars(self._finding).setdefault("names", set())
         if fullname not in self._waiting or fullname in names:
             return None
-        names.add(fullname)  # another finder may search for this module again, or import another one
+        names.add(fullname)  # prevents recursion if another finder searches for this module again
         try:
             return found_by_others(self, self._imported, fullname, path, target)
         finally:
@@ -70,7 +71,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         try:
             callback()
         except BaseException:
-            if module not in self._waiting:  # the import fails too, and a second import must apply the cap
+            if module not in self._waiting:  # the import has failed too, so the next import must run the callback
                 self.watch(module, callback)
             raise
 
@@ -100,12 +101,12 @@ def found_by_others(
 
 
 def enter(finder: importlib.abc.MetaPathFinder, *, last: bool = False) -> None:
-    """Add the finder before the others in `sys.meta_path`, or after them.
+    """Add the finder at the front of `sys.meta_path`, or with `last` at the end.
 
-    `enter` and `leave` replace the list instead of changing it. Another thread's import iterates over the old list: if
-    finders moved in that list, the import would skip one and not find its module.
+    `enter` and `leave` replace the list instead of changing it, because another thread's import may be iterating over
+    it: if a finder moved within the list, the import could skip it and not find its module.
     """
-    # One statement, during which Python runs no other thread: no finder can be added between the read and the write.
+    # In a single statement, so that no other thread adds a finder between the read and the write of the list.
     sys.meta_path = [*sys.meta_path, finder] if last else [finder, *sys.meta_path]
 
 
@@ -131,7 +132,7 @@ class _Loader(importlib.abc.Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # Restore the real loader first, so that the module shows no trace of the hook.
+        # Restore the real loader first, so that the module's own code does not see this wrapper as its loader.
         module.__loader__ = self._inner
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
@@ -159,7 +160,7 @@ def to_stderr(text: str) -> None:
 class RealImports(importlib.abc.MetaPathFinder):
     """On simulated GPUs, warns once per process that nothing limits an imported real framework.
 
-    `gpus` are the GPUs' names in the warning.
+    `gpus` are the names of the simulated GPUs, for the warning.
     """
 
     def __init__(self, gpus: Sequence[str]) -> None:
@@ -168,7 +169,7 @@ class RealImports(importlib.abc.MetaPathFinder):
         self._searched: set[str] = set()
 
     def start(self) -> None:
-        """Warn at once if a framework is imported already; else at the first import."""
+        """Warn immediately if a framework is imported already; else at the first import of a framework."""
         if warned:
             return
         here = [module for module in self._modules if module in sys.modules]
@@ -178,7 +179,7 @@ class RealImports(importlib.abc.MetaPathFinder):
             enter(self)
 
     def stop(self) -> None:
-        """Remove the finder."""
+        """Remove this finder from `sys.meta_path`."""
         leave(self)
 
     def find_spec(
@@ -186,7 +187,7 @@ class RealImports(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname not in self._modules or fullname in self._searched:
             return None
-        self._searched.add(fullname)  # another finder may search for the module again
+        self._searched.add(fullname)  # prevents recursion if another finder searches for this module again
         try:
             return found_by_others(self, self._imported, fullname, path, target)
         finally:

@@ -2,13 +2,13 @@
 
 `gates.py` defines `GATES`: functions that wait while the process is suspended. Without a gate, a call into CUDA then
 crashes the process (SIGSEGV), fails, or waits in the driver until the resume (driver 580.159, H200). A call that waits
-with the GIL held blocks every thread of the process. The `harm` of a function is the effect of its ungated call.
+with the GIL held blocks every thread of the process. The `harm` of a function is the effect of calling it ungated.
 
 `in_process.py` defines `IN_PROCESS`: functions that read the framework's state in the running process. Suspension reads
-the state that it would destroy, the doctor reads replaced allocators, and a retry reads the number of ranks. memguard
-calls these functions only for imported frameworks; they import, initialise and change nothing. Another version of the
-framework may store the state elsewhere, so a function may raise; the caller then reports that the state could not be
-read.
+the state that suspending would destroy, the doctor reads replaced allocators, and a retry reads the number of ranks.
+memguard calls these functions only for imported frameworks; they import, initialise and change nothing. Another version
+of the framework may store the state elsewhere, so a function may raise; the caller then reports that the state could
+not be read.
 
 `probe.py` defines `probe(report)`, which the doctor runs in a process of its own (`_tools/doctor/probes/main.py`). The
 examined interpreter may lack memguard: `probe.py` imports only the standard library at run time, and uses the syntax of
@@ -22,18 +22,18 @@ from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple, Protocol
 
 Harm = Literal["crash", "fail", "hold", "wait"]
-"""Effect of a call without a gate: the process crashes; the call fails; it waits in the driver with the GIL held; it
-waits without the GIL."""
+"""Effect of a call without a gate: the process crashes; the call fails; the call waits in the driver and holds the GIL;
+the call waits in the driver without the GIL."""
 Touches = Callable[[tuple[Any, ...], dict[str, Any]], bool]
-"""Whether a call with these arguments needs a GPU."""
+"""Takes a call's positional and keyword arguments; returns True if the call needs a GPU."""
 
 
 class GatedFunction(NamedTuple):
     """A gated function: `module:name`, or `module:Class.name`. The last part may be a pattern, such as `cu*`.
 
-    `why` names the driver's function behind it. `optional`: some versions or builds lack it. With `touches`, only calls
-    that need a GPU wait, and the gate lets all others pass. `but` are names that the pattern excludes: functions that
-    the driver answers at once.
+    `why` names the driver function that it calls. `optional`: some versions or builds of the framework lack the
+    function. With `touches`, only calls that need a GPU wait, and the gate lets all others pass. `but` are names that
+    the pattern excludes, because their driver calls also return while the process is suspended.
     """
 
     name: str
@@ -45,7 +45,8 @@ class GatedFunction(NamedTuple):
 
 
 class KeptType(NamedTuple):
-    """A type, `module:Class`, whose objects the gate keeps alive; `which` selects the objects."""
+    """A type, `module:Class`, whose objects the closed gate keeps alive, because their destructors call the driver
+    functions in `why`. `which` selects the objects."""
 
     name: str
     why: str
@@ -55,10 +56,11 @@ class KeptType(NamedTuple):
 class NativeThread(NamedTuple):
     """A C++ thread of the framework that polls the driver (`_node/suspend/gates/native_threads.py`).
 
-    `library`: the beginning of the name of the file that stores the driver's addresses. `polls`: the polled driver
-    function. memguard answers it with CUDA_SUCCESS, which must be true for a process without work on its GPUs, and must
-    end no wait. `every`: seconds between two polls. `thread`: a text in the library's file that shows that this version
-    starts the thread. `live`: whether the framework has begun to use its GPUs.
+    `library`: prefix of the name of the library file that stores the addresses of driver functions. `polls`: the driver
+    function that the thread calls. During a suspension memguard makes this call return CUDA_SUCCESS, which must be the
+    correct result for a process without GPU work, and must not end a wait. `every`: seconds between two calls.
+    `thread`: a string that the library file contains if this version starts the thread. `live`: returns True once the
+    framework uses GPUs.
     """
 
     library: str
@@ -72,12 +74,12 @@ class Gates(NamedTuple):
     """A framework's gated functions.
 
     `hook` is the module that is in `sys.modules` once the framework is imported. `waits` are the functions that wait
-    while the process is suspended. `later` are functions that finalizers call: the gate defers them until it opens.
-    `kept_alive` are types whose destructors call the driver: the gate keeps their objects, and the result of `holds`,
-    alive until it opens. `imports` are further modules whose import calls the driver. `not_gated` are sentences about
-    calls that no gate covers. `refuses` makes a block in which functions without a Python name (operators) first call
-    its argument with a readable name, on the thread that entered the block only. `natives` are threads that no Python
-    function can gate.
+    while the process is suspended. `later` are functions that finalizers call: the gate defers these calls until it
+    opens. `kept_alive` are types whose destructors call the driver: the gate keeps their objects, and the result of
+    `holds`, alive until it opens. `imports` are further modules whose import calls the driver. `not_gated` are
+    sentences about calls that no gate covers. `refuses(enter)` returns a context manager in which operators, which have
+    no Python function to gate, first call `enter` with a readable name; it affects only the thread that entered it.
+    `natives` are C++ threads that call the driver without Python.
     """
 
     hook: str
@@ -101,23 +103,23 @@ def entries(
     touches: Touches | None = None,
     but: tuple[str, ...] = (),
 ) -> tuple[GatedFunction, ...]:
-    """One gated function for each of the space-separated names."""
+    """Create one `GatedFunction` for each of the space-separated names."""
     return tuple(GatedFunction(f"{module}:{name}", harm, why, optional, touches, but) for name in names.split())
 
 
 def kinds(module: str, why: str, names: str, which: Callable[[Any], bool] | None = None) -> tuple[KeptType, ...]:
-    """One kept type for each of the space-separated names."""
+    """Create one `KeptType` for each of the space-separated names."""
     return tuple(KeptType(f"{module}:{name}", why, which) for name in names.split())
 
 
 Modules = Mapping[str, Any]
 """Modules by name, as `sys.modules`."""
 Objects = Mapping[str, list[Any]]
-"""The live objects of the types in `InProcess.held`, by the type's module."""
+"""The live objects of the types in `InProcess.held`, by the name of the type's module."""
 
 
 class Question(NamedTuple):
-    """`read` yields lines of text. If it raises, the report says that `what` could not be read."""
+    """`read` yields one line of text for each finding. If it raises, the report says that `what` could not be read."""
 
     what: str
     read: Callable[[Modules, Objects], Iterator[str]]
@@ -126,13 +128,13 @@ class Question(NamedTuple):
 class InProcess(NamedTuple):
     """Functions that read one framework's state in the running process.
 
-    `modules`: for the doctor, the modules that show how far the framework is loaded. `held`: types whose live objects
-    these functions inspect, as pairs of module and name; Python's collector finds the objects. `shares`: memory that
-    other processes share. `communicators`, `captures`, `profilers`: the active NCCL communicators, CUDA graph captures
-    and profilers. `capturing`: whether this thread captures a CUDA graph. `work_areas`: bytes in use on this thread's
-    current GPU that belong to no array of the program. `free_caches`: free memory that the framework only caches for
-    its next call; it may raise. `ranks`: the library that knows the number of ranks, and that number or None.
-    `swapped`: the name of the allocator that replaced the framework's own, or None.
+    `modules`: the modules that the doctor looks up in `sys.modules`, to show how far the framework is loaded. `held`:
+    types whose live objects these functions inspect, as pairs of module and name; `gc` finds the objects. `shares`:
+    memory that other processes share. `communicators`, `captures`, `profilers`: the active NCCL communicators, CUDA
+    graph captures and profilers. `capturing`: whether this thread captures a CUDA graph. `work_areas`: bytes in use on
+    this thread's current GPU that belong to no array of the program. `free_caches`: free memory that the framework
+    only caches for its next call; it may raise. `ranks`: the name of a library, and a function that reads its number
+    of ranks (None: not distributed). `swapped`: the name of the allocator that replaced the framework's own, or None.
     """
 
     modules: tuple[str, ...] = ()
@@ -149,7 +151,7 @@ class InProcess(NamedTuple):
 
 
 def count(number: int, noun: str) -> str:
-    """`2 arrays`."""
+    """Format a number and its noun, as in `2 arrays`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -158,10 +160,11 @@ class ProbeReport(Protocol):
     fields."""
 
     def put(self, **facts: Any) -> None:
-        """Send properties of the framework to the doctor."""
+        """Send fields of `FrameworkFacts` to the doctor."""
 
     def stage(self, name: str, quiet: bool = False) -> AbstractContextManager[None]:
-        """One step of the probe: `import`, `devices` or `compute`. It reports an exception, which ends the probe."""
+        """A context manager for one step of the probe: `import`, `devices` or `compute`. An exception within the step
+        is reported to the doctor and ends the probe."""
         ...
 
     def loaded(self) -> None:
@@ -174,5 +177,5 @@ class ProbeReport(Protocol):
 
     @staticmethod
     def cudnn_version(number: int) -> str:
-        """cuDNN's version as text: 9.19.0 for 91900, and before version 9 8.9.2 for 8902."""
+        """cuDNN's version as text: 9.19.0 for 91900. Before version 9 the encoding differs: 8.9.2 for 8902."""
         ...

@@ -1,4 +1,4 @@
-"""Base classes of the shared pool's adapters: for capped frameworks, and for watched ones."""
+"""Base classes of the shared pool's adapters: `PooledCapped` under a cap, `PooledWatched` without one."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ class _Pooled(Framework):
 
 
 class PooledCapped(_Pooled):
-    """Base of an adapter with memguard's own allocator. Its live blocks are its held memory."""
+    """Base class for frameworks that allocate with memguard's own allocator. Their held bytes are their live blocks."""
 
     def trim_partly(self, device: Device, needed: int) -> None:
-        """Trim the whole pool, because its cache belongs to all frameworks."""
+        """Trim the whole pool, because the pool's cache belongs to all frameworks."""
         self.trim(device)
 
     def resize(self, caps: Mapping[str, int]) -> None:
         raise CapNotApplied(self.name, "the shared pool has a fixed size", "change the budget file and restart")
 
     def footprint(self, size: int) -> int:
-        """The bytes that the request takes from the pool, which may have idle memory for it."""
+        """The bytes that the request takes from the pool. The pool may serve them from idle memory, without the
+        driver."""
         return round_up(size, UNIT)
 
     def unseen(self) -> str | None:
@@ -48,13 +49,13 @@ class PooledCapped(_Pooled):
     def _shortage_on(self, uuid: str, size: int, caps: Mapping[str, int]) -> Shortage:
         held, _ = self.shared_pool.figures(uuid) or (0, 0)
         needed = round_up(size, PIECE)
-        # The driver refused: if the cap has room for the bytes, the GPU is full.
+        # The driver has refused the request. If the cap would allow these bytes, the GPU itself is full.
         return Shortage(self.name, uuid, size, needed, held + needed <= caps.get(uuid, 0))
 
     def _with_reported_refusal(
         self, uuid: str, error: BaseException, size: int, caps: Mapping[str, int]
     ) -> BaseException:
-        """Report the refusal. Returns the error, with the requested size attached."""
+        """Report the refused request. Returns the error, with the requested size attached."""
         attach_size(error, size)
         if uuid in caps:
             self._report_refusal(error, uuid, size, reclaimable=0)
@@ -62,21 +63,22 @@ class PooledCapped(_Pooled):
 
 
 class PooledWatched(_Pooled):
-    """Base of an adapter whose framework allocates from the device's default pool, without a limit."""
+    """Base class for frameworks that allocate from the device's default pool, where memguard cannot limit them."""
 
     def usage(self, device: Device) -> Usage | None:
-        """The in-use bytes that the framework reports; the cache belongs to the whole pool."""
-        found = super().usage(device)  # type: ignore[safe-super] # the next class in the order is an adapter
+        """The in-use bytes that the framework reports, as both held and in use: the cache belongs to the pool."""
+        found = super().usage(device)  # type: ignore[safe-super] # the next class of the MRO is an adapter
         if found is None:
             return None
         self.shared_pool.begin(self.name, device.uuid)
         return Usage(found.in_use, found.in_use, None if found.in_use is None else 0, peak=found.peak)
 
     def drift(self) -> Sequence[Drift]:
-        return []  # a watched framework has no cap
+        return []  # the framework has no cap that could break
 
     def _watched(self, applied: Applied, note: str, undo: Undo) -> Applied:
-        """Report the framework as watched instead of limited, and register its count of in-use bytes with the pool."""
+        """Report the enforcement as WATCHED (measured, not limited), and register the framework's count of in-use bytes
+        with the pool."""
         devices = {device.uuid: device for device in self.host.devices()}
 
         def counted(uuid: str) -> int:

@@ -14,15 +14,15 @@ from memguard._frameworks.shared_pool import SharedPool
 
 
 class PooledBlocks(PooledCapped):
-    """Base of an adapter for which memguard allocates from the shared pool."""
+    """Base class of adapters whose frameworks get their memory from memguard, which allocates from the shared pool."""
 
     def __init__(self, host: Any, shared_pool: SharedPool) -> None:
         super().__init__(host, shared_pool)
         self._pool_caps: dict[str, int] = {}
 
     def usage(self, device: Device) -> Usage | None:
-        """The framework's live bytes; the cache belongs to the whole pool. None if the framework has allocated nothing
-        on the GPU."""
+        """The bytes of the framework's live blocks; the cache belongs to the pool. None if the framework has never
+        allocated on the GPU."""
         blocks = self.shared_pool.blocks_on(self.name, device.uuid)
         if blocks is None:
             return None
@@ -44,8 +44,8 @@ class PooledBlocks(PooledCapped):
         return 0 if blocks is None else blocks.in_use()
 
     def _from_pool(self, blocks: PoolBlocks, size: int, flush: Callable[[], object]) -> PoolBlock | None:
-        """Allocate a block; None if the pool has too little memory even after `flush` and after siblings released
-        theirs."""
+        """Allocate a block; None if the pool has too little memory even after `flush` and after other frameworks
+        released memory."""
         held = blocks.take(size)
         for _ in range(MOST_TIMES):
             if held is not None:
@@ -61,7 +61,7 @@ class PooledBlocks(PooledCapped):
         return contexts.uuid_of(contexts.current())
 
     def _no_room_text(self, size: int) -> str:
-        """The end of the sentence that reports a refusal."""
+        """The part of the error message that lists the requested, allowed, held and in-use bytes."""
         uuid = self._here()
         held, used = self.shared_pool.figures(uuid) or (0, 0)
         return (
@@ -70,5 +70,5 @@ class PooledBlocks(PooledCapped):
         )
 
     def _with_reported_refusal_here(self, error: BaseException, size: int) -> BaseException:
-        """Report the refusal on the current GPU. Returns the error, with the requested size attached."""
+        """Report the refused request on the current GPU. Returns the error, with the requested size attached."""
         return self._with_reported_refusal(self._here(), error, size, self._pool_caps)

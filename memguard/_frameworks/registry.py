@@ -1,4 +1,4 @@
-"""Creates adapters by framework name. An adapter is imported when a budget names its framework."""
+"""Creates adapters by framework name; an adapter's module is imported when a budget names the framework."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def create(name: str, host: Host) -> Framework:
-    """Create the framework's adapter for this host, or its simulated one on simulated GPUs. KeyError if it has no
-    spec."""
+    """Create the framework's adapter for this host, or a simulated adapter on simulated GPUs. Raises KeyError if no
+    spec has this name."""
     if host.simulated:
         from memguard._devices.simulated import SimulatedHost
         from memguard._frameworks.simulated.adapter import SimulatedFramework
@@ -28,8 +28,8 @@ def create(name: str, host: Host) -> Framework:
 
 
 def client(name: str, host: Host, shared_pool: SharedPool) -> Framework:
-    """Create the framework's adapter for the shared pool, and register it as a client. Its spec must support the
-    pool."""
+    """Create the framework's adapter for the shared pool, and add it to the pool's `adapters`. The framework's spec
+    must name such an adapter (`pooled`)."""
     framework: Framework = specs.load(name, "pooled", SPECS[name].pooled)(host, shared_pool)
     shared_pool.adapters[name] = framework
     return framework
@@ -39,7 +39,7 @@ def cures(names: Collection[str]) -> Iterator[tuple[str, str, str]]:
     """Apply the fixes in these frameworks' specs (`cures`) for conflicts between their libraries. A fix is permanent in
     the process.
 
-    Yields for each applied fix the two frameworks, and a sentence about the change.
+    Yields, for each applied fix, the names of the two frameworks and a sentence about the change.
     """
     for name in names:
         for other, cure in SPECS[name].cures:

@@ -1,7 +1,7 @@
-"""Replaces a framework's functions, to apply the cap to the user's later settings.
+"""Replaces a framework's functions, so that settings which the user makes later cannot exceed the cap.
 
-A replacement has its original's name, docstring and signature. One undo restores all originals; after an interruption
-it can be repeated.
+A replacement has the name, docstring and signature of the original. `Replacements.undo` restores all originals; after
+an interruption it can be called again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class Replacements:
     def put(
         self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, direct: bool = False
     ) -> bool:
-        """Replace `owner.name`, of a module or a class, with `wrap(original)`. False if there is no such function.
+        """Replace the function `name` of a module or class with `wrap(original)`. False if it has no such function.
 
-        After `undo`, a replacement that other code still references calls the original. With `direct` the replacement
-        tests `active` itself, which saves a function call.
+        After `undo`, a replacement that other code still references calls the original. With `direct`, the function
+        that `wrap` returns must test `active` itself; this saves a function call.
         """
         original = getattr(owner, name, None)
         if not callable(original):
@@ -41,18 +41,18 @@ class Replacements:
         call = replacement if direct else pass_on
         with contextlib.suppress(AttributeError, TypeError):  # a built-in function may lack some of these attributes
             update_wrapper(call, original)
-        # The entry in the class's own dictionary: a static method stays static, and an inherited name is inherited
-        # again.
+        # `undo` restores the entry of the owner's own `__dict__`: a static method stays static, and for an inherited
+        # name the override is deleted.
         entry = owner, name, vars(owner).get(name, _ABSENT), call
-        self._replaced.append(entry)  # recorded before the change, so that an interruption leaves no replacement
+        self._replaced.append(entry)  # recorded first, so that `undo` finds it even after an interruption
         setattr(owner, name, call)
         return True
 
     def undo(self) -> None:
-        """Restore all originals, last first; a second call continues an interrupted one.
+        """Restore all originals, last first. After an interruption, a second call restores the remaining originals.
 
-        It does not restore a function that other code has replaced since. If that function calls memguard's
-        replacement, the replacement from now on calls the original.
+        Leaves a function in place that other code has set since. If that function calls memguard's replacement, the
+        replacement calls the original.
         """
         self.active = False
         while self._replaced:

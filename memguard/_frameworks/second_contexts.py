@@ -1,8 +1,8 @@
-"""Finds CUDA contexts other than a GPU's primary one. It creates and changes no context.
+"""Finds a GPU's CUDA contexts other than its primary context, without creating or changing a context.
 
-The driver does not list contexts. This module knows the contexts that PyCUDA's modules created at their import, the
-contexts of PyCUDA's pools, and the calling thread's current ones. Another thread's context may stay unknown until that
-thread makes a reading.
+The driver does not list contexts. This module finds the contexts that PyCUDA's modules created at their import, the
+contexts of PyCUDA's pools, and the calling thread's current context. Another thread's context may stay unknown until
+that thread reads memory usage.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from memguard.errors import DeviceError
 
 
 def find(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:
-    """The creator of each second context of the GPU, by the context's handle. `pools`: contexts of PyCUDA's pools.
+    """Map the handle of each non-primary context of the GPU to the context's creator. `pools`: contexts of PyCUDA's
+    pools.
 
-    Never raises. Without a primary context there is no second one: the first context of any kind counts as primary.
+    Never raises. Empty if the GPU has no primary context, because its first context of any kind counts as primary.
     """
     try:
         return _find(ordinal, pools)
-    except Exception as error:  # the driver shuts down, or PyCUDA is half imported: the reading continues
+    except Exception as error:  # as during driver shutdown or PyCUDA's import; the memory reading must not fail
         _log.debug("second contexts: %s: %s", type(error).__name__, error)
         return {}
 
@@ -47,7 +48,7 @@ def _find(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
 
 
 def _on(ordinal: int, context: int) -> bool:
-    """Whether the context is alive and belongs to the GPU."""
+    """True if the context exists and belongs to the GPU."""
     try:
         with contexts.entered(context):
             return contexts.current() == ordinal

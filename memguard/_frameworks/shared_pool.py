@@ -1,11 +1,11 @@
 """The driver pool that several frameworks share under `strategy: pool`: creation, accounting and undo.
 
 Measured on an H200: with a current pool of `maxSize` 4 GiB, torch's `cudaMallocAsync` and CuPy's async allocator stop
-at 4,096 MiB together, and each reuses blocks that the other freed. The release threshold is "never": freed memory stays
-in the pool for the next request. Other code may change the threshold (CuPy's `MemoryAsyncPool.set_limit` does), so each
-reading checks it and restores it.
+at 4,096 MiB together, and each reuses blocks that the other freed. memguard sets the release threshold to its maximum,
+so that freed memory stays in the pool for the next request. Other code may change the threshold (CuPy's
+`MemoryAsyncPool.set_limit` does), so each reading checks and restores the threshold.
 
-Each framework registers here the function that counts its bytes.
+Each framework registers with `SharedPool.count` a function that returns its in-use bytes.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class SharedPool(Allocator):
-    """One pool for each GPU. `caps` has the size of each pool in bytes, by UUID. `warn` is called with a sentence for
-    each change by other code.
+    """One pool for each GPU. `caps` maps each GPU's UUID to the size of its pool in bytes. `warn` is called with a
+    sentence for each change by other code.
 
-    `capped`: the driver refuses requests above that size. Otherwise the pool is the device's default pool, the only one
-    that TensorFlow and JAX use. The default pool has no maximum size, so memguard's own allocators refuse requests, and
-    the other frameworks are only watched.
+    If `capped`, the driver refuses requests above the pool's size. Otherwise the pool is the device's default pool, the
+    only pool that TensorFlow and JAX use. The default pool has no maximum size, so memguard's own allocators refuse
+    requests, and the usage of the other frameworks is only measured.
     """
 
     name, requests_room = POOL, True
@@ -45,7 +45,7 @@ class SharedPool(Allocator):
         """The adapters of the frameworks that use the pool, by name. `registry` adds them."""
         self._warn = warn
         self._pools: dict[str, CappedPool | DefaultPool] = {}
-        self._limits: dict[str, PoolCap] = {}  # caps that memguard enforces, of pools that the driver does not cap
+        self._limits: dict[str, PoolCap] = {}  # caps that memguard enforces, for pools that the driver does not cap
         self._ordinals: dict[str, int] = {}
         self._counts: dict[str, Callable[[str], int]] = {}
         self._blocks: dict[tuple[str, int], PoolBlocks] = {}  # by framework and context
@@ -54,10 +54,10 @@ class SharedPool(Allocator):
         self._making = self._over = False
 
     def use(self, framework: str, uuid: str, ordinal: int) -> CappedPool | DefaultPool | None:
-        """The GPU's pool. The first call creates it and makes it the current one. CUDA must be initialised.
+        """The GPU's pool. The first call creates the pool and makes it the current pool. CUDA must be initialised.
 
-        Called by allocations. None for a GPU without a cap, after `restore`, and for a signal handler or a finalizer
-        that allocates during the pool's creation. Raises CapNotApplied if the driver cannot create the pool.
+        Called during allocations. Returns None for a GPU without a cap, after `restore`, and to a signal handler or
+        finalizer that allocates during the pool's creation. Raises CapNotApplied if the driver cannot create the pool.
         """
         pool = self._pools.get(uuid)
         if pool is not None or uuid not in self.caps:
@@ -89,10 +89,10 @@ class SharedPool(Allocator):
         return pool
 
     def blocks(self, framework: str) -> PoolBlocks | None:
-        """The framework's blocks on the GPU of this thread's current context. None if that context is not a primary
-        one, or if there is no pool.
+        """The framework's blocks on the GPU of this thread's current context. None if that context is not the GPU's
+        primary context, or if there is no pool.
 
-        Raises CapNotApplied as `use` does.
+        Raises CapNotApplied like `use`.
         """
         context = contexts.current_handle()
         known = self._blocks.get((framework, context or 0))
@@ -113,11 +113,11 @@ class SharedPool(Allocator):
         return found
 
     def blocks_on(self, framework: str, uuid: str) -> PoolBlocks | None:
-        """The framework's blocks on a GPU; None if it never allocated there."""
+        """The framework's blocks on a GPU; None if the framework never allocated on that GPU."""
         return self._of.get((framework, uuid))
 
     def begin(self, framework: str, uuid: str) -> None:
-        """Create the pool at the first reading of a framework whose allocator is its own."""
+        """Create the pool. Called at the first reading of a framework that does not allocate through memguard."""
         if uuid in self._pools or self._over:
             return
         ordinal = contexts.ordinals().get(uuid)
@@ -125,7 +125,7 @@ class SharedPool(Allocator):
             self.use(framework, uuid, ordinal)
 
     def limit(self, uuid: str) -> PoolCap | None:
-        """The cap that allocators check before an allocation; None if the driver caps the pool."""
+        """The cap that memguard's allocators check before an allocation; None if the driver caps the pool."""
         return self._limits.get(uuid)
 
     def count(self, framework: str, counted: Callable[[str], int]) -> None:
@@ -133,7 +133,7 @@ class SharedPool(Allocator):
         self._counts[framework] = counted
 
     def forget(self, framework: str) -> None:
-        """Remove the framework's count."""
+        """Unregister the function that counts the framework's bytes."""
         self._counts.pop(framework, None)
 
     def figures(self, uuid: str) -> tuple[int, int] | None:
@@ -150,8 +150,8 @@ class SharedPool(Allocator):
         return 0 if found is None else remainder(found[1], self._counted(uuid))
 
     def usage(self, device: Device) -> Usage | None:
-        """Usage of the whole pool; None before it exists. `reclaimable` is None while a block is live: idle memory
-        serves any client's request, but a trim releases only whole pieces."""
+        """Usage of the whole pool; None before the pool exists. `reclaimable` is None (unknown) while a block is live:
+        a trim releases only whole 32-MiB chunks without a live block, and the driver does not report their number."""
         found = self.figures(device.uuid)
         if found is None:
             return None
@@ -160,35 +160,36 @@ class SharedPool(Allocator):
         return Usage(reserved, used, None if used else reserved)
 
     def trim(self, device: Device) -> None:
-        """Release all idle memory, after the clients' queued frees have run."""
+        """Release all idle memory, after the frameworks' queued frees have run."""
         for framework in self.adapters.values():
             if framework.usage(device) is not None:
                 framework.trim(device)
-        self.release(device.uuid)  # TensorFlow and JAX have no function to synchronise
+        self.release(device.uuid)  # needed for TensorFlow and JAX, whose `trim` does nothing
 
     def trim_partly(self, device: Device, needed: int) -> None:
-        """Release at least `needed` idle bytes in whole pieces. First releases memory that is idle now, without
-        waiting.
+        """Release at least `needed` idle bytes, first without waiting.
 
-        For the driver, memory is in use while its free is queued behind other work. So if too little is idle, each
-        client synchronises as in its own trim.
+        The driver counts memory as in use while its free is queued behind other GPU work. So if too few bytes are idle,
+        `trim` makes each framework wait for its queued frees.
         """
         if self._shrink(device.uuid, needed) < needed:
             self.trim(device)
 
     def reusable(self, usage: Usage) -> int:
-        """All idle memory of the pool: it serves any client's request, even if a trim would release none of it."""
+        """All idle memory of the pool: it can serve any framework's request, even if a trim would release none of
+        it."""
         return cached(usage)
 
     def fixed(self) -> bool:
         return True
 
     def cache(self, device: Device, counted: int, remainder: bool) -> Usage | None:
-        """The ledger's row for the common cache: the pool's memory beyond the bytes that frameworks count (`counted`).
+        """The ledger's row for the pool's cache: the pool's memory beyond the bytes that frameworks count (`counted`).
         None if there is no pool.
 
-        `remainder`: a framework owns the uncounted bytes. Otherwise other code that uses the current pool owns them,
-        and this row counts them as in use. Restores the release threshold if other code changed it.
+        With `remainder`, a framework reports all uncounted in-use bytes as its own. Otherwise these bytes belong to
+        other code that uses the current pool, and this row counts them as in use. Restores the release threshold if
+        other code changed it.
         """
         found = self.figures(device.uuid)
         if found is None:
@@ -205,17 +206,17 @@ class SharedPool(Allocator):
             pool.trim()
 
     def _shrink(self, uuid: str, needed: int) -> int:
-        """Release whole pieces of idle memory to the driver, at least `needed` bytes if so many are idle. Returns the
+        """Release at least `needed` bytes of idle memory to the driver, or all idle memory if it is less. Returns the
         released bytes."""
         pool = self._pools.get(uuid)
         if pool is None:
             return 0
         before = pool.reserved()
-        pool.trim(max(before - round_up(needed, PIECE), 0))  # the least size of the pool after the trim
+        pool.trim(max(before - round_up(needed, PIECE), 0))  # the argument is the number of bytes that the pool keeps
         return before - pool.reserved()
 
     def drift(self) -> list[Drift]:
-        """Changes by other code that broke the joint cap for frameworks that use the current pool; usually empty."""
+        """Changes by other code that broke the pool's cap for frameworks that use the current pool; usually empty."""
         change = "another memory pool was made current on cuda:{} after memguard.init"
         return [
             Drift(change.format(self._ordinals[uuid]), "its cap does not hold")
@@ -224,9 +225,10 @@ class SharedPool(Allocator):
         ]
 
     def restore(self) -> None:
-        """Make the former pools current again. The driver destroys each pool of this object with its last allocation.
+        """Make the former pools current again. The driver destroys each pool of this object once its last allocation is
+        freed.
 
-        A second call continues an interrupted one.
+        After an interruption, a second call restores the remaining pools.
         """
         self._over = True
         while self._pools:
@@ -236,7 +238,7 @@ class SharedPool(Allocator):
             self._pools.pop(uuid, None)
 
     def forked(self) -> None:
-        """In a forked child: drop the pools, as the child cannot use CUDA."""
+        """Called in a forked child: forget the pools, because the child cannot use the parent's CUDA context."""
         self._lock, self._pools, self._over = threading.RLock(), {}, True
         self._blocks, self._of, self._limits = {}, {}, {}
 
@@ -258,6 +260,6 @@ class SharedPool(Allocator):
 
 
 def remainder(used: int, others: Mapping[str, int]) -> int:
-    """Bytes in use in the pool that no other framework counts. Clamped at 0, because the readings are taken at
+    """Bytes in use in the pool that no other framework counts. Never negative, although `used` and `others` are read at
     different times."""
     return max(used - sum(others.values()), 0)

@@ -1,4 +1,4 @@
-"""The table of frameworks, found by discovery: the folders of `_frameworks/` that have a `spec.py`.
+"""The table of frameworks, read from each folder of `_frameworks/` that contains a `spec.py`.
 
 The budget, its schema, the plan, the ledger, the reports, the monitor, the doctor and the simulation all read this
 table. Adding a framework takes one folder: its `spec.py` defines `SPEC`, which names the adapter.
@@ -21,9 +21,9 @@ from memguard._base.framework_spec import FrameworkName, FrameworkSpec
 _HOME = "memguard._frameworks"
 
 
-@functools.cache  # the retry, a suspension and the leak check of each test look up the same modules again
+@functools.cache  # retries, suspensions and the leak check of each test repeat the look-up
 def files(module: str) -> Mapping[str, str]:
-    """The path of the module `module` in each framework's folder that has it. Imports nothing."""
+    """The path of `{module}.py` by framework folder, for each folder that contains the file. Imports no framework."""
     found: dict[str, str] = {}
     for path in importlib.import_module(_HOME).__path__:
         for folder in os.listdir(path):
@@ -34,9 +34,9 @@ def files(module: str) -> Mapping[str, str]:
 
 
 def modules(name: str) -> Iterator[Any]:
-    """Import the module `name` of each framework's folder that has it: budget frameworks first, in table order.
+    """Import the module `name` of each framework's folder that contains it: first those of `SPECS`, in table order.
 
-    Importing it imports no framework.
+    These modules import no framework.
     """
     folders = files(name)
     for folder in (*(row for row in SPECS if row in folders), *sorted(folders.keys() - SPECS.keys())):
@@ -44,7 +44,7 @@ def modules(name: str) -> Iterator[Any]:
 
 
 def load(folder: str, module: str, name: str) -> Any:
-    """The attribute `name` of a module of that folder."""
+    """The attribute `name` of the module `module` in a framework's folder."""
     return getattr(importlib.import_module(f"{_HOME}.{folder}.{module}"), name)
 
 
@@ -60,11 +60,11 @@ NEVER_GIVE_BACK = frozenset(row.name for row in SPECS.values() if row.never_give
 """The frameworks whose pools return nothing to the driver while the process lives."""
 
 CONTEXT_MAKER = next(row for row in SPECS.values() if row.context_module)
-"""The framework that can create a second CUDA context."""
+"""The framework that can create CUDA contexts other than the primary one."""
 
 
 OPTION_OWNERS: Mapping[str, str] = {option.name: row.name for row in SPECS.values() for option in row.options}
-"""The framework of each option; an option belongs to exactly one framework."""
+"""Maps each option to its framework; an option belongs to exactly one framework."""
 
 
 def setting(option: str) -> str:

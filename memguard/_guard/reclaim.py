@@ -53,7 +53,7 @@ class Reclaimer:
         """Events that report changed caps and returned memory. They are queued because no callback may run within an
         allocation."""
         self.returned: Counter[tuple[str, str]] = Counter()
-        """Bytes that each framework returned to make room for siblings, by framework and GPU (UUID)."""
+        """Bytes that each framework returned to the driver for siblings' requests, by framework and GPU (UUID)."""
         self.lends: Counter[tuple[str, str]] = Counter()
         """Number of raises of an elastic cap, by framework and GPU (UUID)."""
 

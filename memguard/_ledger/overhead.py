@@ -3,22 +3,22 @@
 To charge overhead is to attribute a growth of this process's memory to a cause: a context, a module or a library. A
 growth is charged when its cause is observed, never computed as the remainder. Causes are
 
-- a new owner: the context, a framework, an NCCL communicator, a second context. Each is charged in the first reading
-  after it appeared, up to its reserve in `_budget.policy`. A communicator that is created eagerly allocates most at its
-  first collective, and is charged then;
+- a new owner: the context, a framework, an NCCL communicator, a second context. The growth is charged in the first
+  reading after the owner appeared, up to the owner's reserve in `_budget.policy`. A communicator that is created
+  eagerly allocates most of its memory at its first collective, and that growth is charged then;
 - the first use of a library, by each framework that uses it: charged once, in one reading or two, if the library was
   entered since the last reading of `Host.entries` and the growth is at most the measured size of such first uses;
 - kernels that are loaded at their first launch, if a module was loaded: `LAZY` for each live framework in all.
 
-Where entries cannot be observed, every loaded library and every kernel load is a possible cause. There the growth must
-be close to the measured size. Two first uses are charged together only if a framework, a communicator or a library has
-just appeared. Repeated growth is not charged.
+Where entries cannot be observed, every loaded library and every kernel load is a possible cause. In that case the
+growth must be close to the measured size. Two first uses are charged together only if a framework, a communicator or a
+library has just appeared. Repeated growth is not charged.
 
-Other growth is unaccounted, and so is all growth beyond the reserve of the live frameworks in `_budget.policy`. When
+All other growth is unaccounted, including growth beyond the reserve of the live frameworks in `_budget.policy`. When
 the memory of a first use or of kernels is freed, its charge is removed. While a framework does not report its held
-bytes, growth may be its pool. A charge made then is provisional: it is reduced if the framework's lower bound later
-shows that its pool holds these bytes. The gaps in the driver's slabs are counted by address. A second context is often
-observed only after its creation: it is then charged from the unaccounted memory, and gets its own row.
+bytes, growth may be its pool. A charge made at such a time is provisional: it is reduced if the framework's lower bound
+later shows that the framework's pool holds these bytes. The gaps in the driver's slabs are counted by address. A second
+context is often observed only after its creation: it is then charged from the unaccounted memory, and gets its own row.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from memguard._ledger.types import EXCHANGE
 PAUSE_SECONDS = 2.0
 """Seconds without growth that end a streak."""
 FIRST_USE_SECONDS = 1.0
-"""Seconds after its entry for which a library may still allocate for its first use."""
+"""Seconds after a library's entry during which it may still allocate for its first use."""
 KERNEL_LOAD_SECONDS = 0.01
 """`FIRST_USE_SECONDS` for kernels, which allocate immediately. It covers the time between the readings of two GPUs."""
 MAX_STREAK = 5
-"""The most growths in a streak that may be first uses (PyTorch's libraries in one training step). More are a leak."""
+"""The most growths in a streak that may be first uses (PyTorch's libraries in one training step). More growths count as
+a leak."""
 MAX_FIRST_USES = 3
-"""The most first uses that one growth is charged to, among libraries whose entry was observed."""
+"""The most first uses to which one growth is attributed, among libraries whose entry was observed."""
 ANY = frozenset(LIBRARIES)
-"""All libraries: the possible causes where loaded libraries cannot be observed."""
+"""All libraries: the possible causes if loaded libraries cannot be observed."""
 Use = tuple[str, int]
 """A first use of a library: the framework, and the index in its `first_uses`."""
 Charge = tuple[int, frozenset[Use], int]
@@ -56,7 +57,7 @@ Charge = tuple[int, frozenset[Use], int]
 
 @dataclass(frozen=True)
 class Overhead:
-    """The bytes charged as overhead on one GPU so far, and the owners seen so far.
+    """The bytes attributed to overhead on one GPU so far, and the owners observed so far.
 
     largest_gap         the largest gap so far: growth is measured from it, so that memory which is freed and allocated
                         again is not charged twice
@@ -83,7 +84,7 @@ class Overhead:
     charges             each charge for first uses or kernels: its bytes, the uses, and its part of `kernels`
     provisional         the part of `charged`, `first_uses` and `kernels` that was charged while a framework did not
                         report its held bytes
-    pool_lower_bound    the least that such frameworks must hold, in the last reading
+    pool_lower_bound    the least bytes that such frameworks hold, in the last reading
     """
 
     charged: int = 0
@@ -217,8 +218,8 @@ class Overhead:
     def _without_pool_charges(self, before: Overhead, exact: bool) -> Overhead:
         """The state without the charges for memory that belongs to a pool.
 
-        When the lower bound of a pool rises, the pool holds that much: all overhead is then within the gap. At other
-        times the bound may be too high (TensorFlow returns idle regions), so it is ignored.
+        When a pool's lower bound rises, the pool holds at least that many bytes, so all overhead is within the gap. At
+        other times the bound may be too high (TensorFlow returns idle regions), so it is ignored.
         """
         size, used, lazy = self.provisional
         if not exact:
@@ -246,7 +247,7 @@ class Overhead:
         self, entries: frozenset[tuple[str, int]], now: float, new: frozenset[str] = frozenset()
     ) -> Overhead:
         """The state after reading the entered libraries. If an owner in `new` has appeared, the first reading ignores
-        earlier entries: their memory is charged to that owner."""
+        earlier entries, because their memory is charged as that owner's."""
         known = {name for name, _ in self.entries}
         came = frozenset([name for name, count in entries - self.entries if count and (name in known or not new)])
         since, before = now - self.entered_at, self.entered
@@ -269,9 +270,9 @@ class Overhead:
         )
 
     def _charge_explained(self, size: int, most: int) -> Overhead | None:
-        """The state with a growth of `size` charged to its possible causes; None without one.
+        """The state with a growth of `size` bytes charged to its possible causes; None without a possible cause.
 
-        `most`: the number of first uses that may coincide where they cannot be observed; 0 if none.
+        `most`: the number of first uses that may coincide if entries cannot be observed; 0 if no first use is possible.
         """
         observed = {name for name, _ in self.entries}
         if (most or observed) and size <= self.first_use_rest:
@@ -313,14 +314,15 @@ class Overhead:
         )
 
     def _with_charge(self, size: int, used: frozenset[Use] = frozenset(), kernels: int = 0) -> tuple[Charge, ...]:
-        """The charges and this one. A charge below the driver's page size is dropped: no figure shows it."""
+        """`charges` with this charge appended. A charge below the driver's page size is dropped, because no figure
+        shows it."""
         return (*self.charges, (size, used, kernels)) if size >= GRANULE else self.charges
 
     def _without_freed_charge(self, fall: int, missing: int) -> tuple[Overhead, int] | None:
         """The state without the last charge that was freed, and the remaining charge; None if none was freed.
 
         A charge counts as freed if the gap's `fall` or `missing` (the charged bytes beyond the gap) is about its size.
-        If nothing is missing, the freed memory was unaccounted.
+        If no charged byte is missing, the freed memory was unaccounted.
         """
         for place in range(len(self.charges) - 1, -1, -1):
             size, used, lazy = self.charges[place]
@@ -343,7 +345,7 @@ class Overhead:
         owed = min(self.communicators_owed, sum(map(workspace, _communicators(appeared)))) + sum(map(workspace, came))
         if came:
             owed -= max(charge - sum(map(_initial_memory, new - came)), 0)
-        # Their reserve is slightly above the measured size: a smaller remainder means that nothing more follows.
+        # The reserve is slightly above the measured size: after a smaller remainder, no further allocation follows.
         return owed if owed > sum(workspace(name) - modules(name) for name in _communicators(appeared)) else 0
 
 
@@ -355,8 +357,8 @@ def _steady(growth: int, before: tuple[int, int]) -> bool:
 def _fits(measured: int, growth: int, observed: bool) -> bool:
     """Whether a first use measured on an H200 may allocate `growth`. cuBLAS takes 66 MiB there, of which 32 are
     workspace; on other GPUs than Hopper the workspace is 8 MiB (cuBLAS documentation, `cublasSetWorkspace`). The lower
-    bound is a quarter if its entry was observed (`observed`): cuDNN allocates 8 MiB on an H100, half of its size on an
-    H200, and cuFFT 8 instead of 24."""
+    bound is a quarter of the measured size if the library's entry was observed (`observed`): cuDNN allocates 8 MiB on
+    an H100, half of the size on an H200, and cuFFT 8 MiB instead of 24."""
     return measured * (2 if observed else 5) // 8 <= growth <= _upper_bound(measured)
 
 
@@ -426,7 +428,7 @@ class Held(NamedTuple):
     bytes     the sum of the known bytes
     live      the frameworks that use the GPU
     exact     whether each framework reports its held bytes
-    at_least  the sum of the lower bounds of the others; included in `bytes`
+    at_least  the sum of the lower bounds of the frameworks without such a report; included in `bytes`
     """
 
     bytes: int
@@ -451,9 +453,8 @@ def held_by(usages: Mapping[str, Usage | None]) -> Held:
 
 
 def same_held(before: Mapping[str, Usage | None], after: Mapping[str, Usage | None], pooled: Collection[str]) -> bool:
-    """Whether two readings found the same memory held by each framework.
-
-    The `pooled` frameworks and their pool count as one holder, because their shares of the pool change constantly.
+    """True if each framework holds the same number of bytes in both readings. The `pooled` frameworks and their pool
+    count as one holder, because each framework's part of the pool changes constantly.
     """
     return _held_apart(before, pooled) == _held_apart(after, pooled)
 

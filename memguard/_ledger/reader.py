@@ -44,7 +44,7 @@ _ATTEMPTS = 3
 _LOCK_TIMEOUT = 5.0
 """Seconds that a reading waits for another thread's reading."""
 _LOANS = "memguard._frameworks.arrays.lifetimes"
-"""The module that records loans of arrays. While it is not loaded, nothing is lent."""
+"""The module that records arrays shared between frameworks. While it is not loaded, no array is shared."""
 _CONTEXT, _NOTHING, _UNKNOWN = frozenset({"context"}), Overhead(), Usage(None, None)
 _NONE: frozenset[str] = frozenset()
 _NO_LOANS: Mapping[str, Lent] = MappingProxyType({})
@@ -115,7 +115,7 @@ class LedgerReader:
         enforcements: Mapping[str, str],
         refusals: Mapping[str, tuple[int, float | None]] | None = None,
     ) -> DeviceLedger:
-        """One GPU's rows; `refusals` as for `device_ledger`.
+        """One GPU's ledger rows. `refusals` is passed to `device_ledger`.
 
         Raises MemguardError if another thread's reading does not return: a hanging driver must not block every caller.
         """
@@ -152,7 +152,7 @@ class LedgerReader:
         own = own_bytes(processes, self.host.pid, True)
         held, state = held_by(usages), self._state(device.uuid)
         gap = None if own is None else own - held.bytes - state.slabs
-        if gap is not None:  # include owners that appeared since the last reading; the next reading charges them
+        if gap is not None:  # includes owners that appeared since the last reading; the next reading stores them
             entries = self.host.entries(mark=False) if gap > state.last_gap else state.entries
             appeared = state.appeared.union(held.live, _CONTEXT)
             now = time.monotonic()
@@ -169,7 +169,7 @@ class LedgerReader:
     def sample(self, device_plan: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
         """One GPU's figures, each read once: cheap enough for several samples a second.
 
-        If the unaccounted memory has changed, a complete reading follows, which charges overhead.
+        If the unaccounted memory has changed, a complete reading follows, which updates the overhead.
         """
         read = self._locked.run(self._sample, 0, device_plan, frameworks, True)
         return read[0] if read is not None else self._read_in_turn(self._sample, device_plan, frameworks)
@@ -180,9 +180,9 @@ class LedgerReader:
         device_plan: DevicePlan,
         frameworks: Mapping[str, Framework],
     ) -> _Read:
-        """Return `read(...)` after waiting for another thread's reading. Readings that charge overhead (argument True)
-        run one at a time. A signal handler must not wait: the other thread may be waiting for a framework's lock that
-        this thread holds. So the handler reads at once, and its reading charges nothing.
+        """Return `read(...)` after waiting for another thread's reading. Readings that update the overhead (argument
+        True) run one at a time. A signal handler must not wait: the other thread may be waiting for a framework's lock
+        that this thread holds. So the handler reads at once, and its reading does not update the overhead.
         """
         if interrupting():
             return read(device_plan, frameworks, False)
@@ -308,7 +308,7 @@ class LedgerReader:
         return usages
 
     def _state(self, uuid: str) -> Overhead:
-        """The charged overhead of a GPU, with the present gaps of the driver's slabs."""
+        """The overhead of a GPU so far, with the present gaps of the driver's slabs."""
         state, slabs = self._overhead.get(uuid, _NOTHING), driver_pages.slabs[uuid].gaps
         return state if slabs == state.slabs else state.with_slabs(slabs)
 
@@ -317,7 +317,7 @@ class LedgerReader:
     ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
         """The loaded libraries, and the observed entries. Reading the kernel's list of loaded libraries takes
         milliseconds. So it is read only if a newly loaded library may explain the growth of the gap: a new library has
-        loaded kernels. Where entries cannot be observed, a search that found no new library is not repeated for a
+        loaded kernels. If entries cannot be observed, a search that found no new library is not repeated for a
         second."""
         new = appeared - state.appeared
         if not mark:  # in a signal handler: the next reading searches
@@ -343,14 +343,15 @@ class LedgerReader:
         return loaded, self._read_entries()
 
     def _read_entries(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
-        """The observed library entries. No entry identifies its GPU, so all GPUs count it. `new`: new owners."""
+        """The observed library entries. An entry does not show which GPU the library used, so all GPUs count it. `new`:
+        new owners."""
         entries, self._entries_read_at = self.host.entries(), time.monotonic()
         for uuid, state in self._overhead.items():
             self._overhead[uuid] = state.with_entries(entries, self._entries_read_at, new)
         return entries
 
     def _overriding(self, frameworks: Mapping[str, Framework]) -> _Overriding:
-        """The frameworks that override `libraries`, `contexts` or `uncounted`; most do not."""
+        """The few frameworks that override `libraries`, `contexts` or `uncounted`."""
         if (
             self._overrides is not None
             and self._overrides[0] is frameworks
@@ -366,9 +367,9 @@ class LedgerReader:
         return found
 
     def _read_own_bytes(self, device: Device, usages: Mapping[str, Usage | None]) -> int | None:
-        """This process's bytes. NVML's process list is the slowest probe. A sample reads it if the GPU's used bytes
-        have changed, and every tenth time, in case memory moved to another process. On unified memory, where NVML
-        reports no used bytes, each sample reads it.
+        """This process's bytes. Reading NVML's process list is the slowest call of a sample. A sample reads it if the
+        GPU's used bytes have changed, and every tenth time, in case memory moved to another process. On unified memory,
+        where NVML reports no used bytes, each sample reads it.
         """
         processes, pid = self.host.processes(device), self.host.pid
         live = pid not in processes and (
@@ -409,7 +410,7 @@ class LedgerReader:
         return {} if found is None else {POOL: found}
 
     def _lent(self, device: Device) -> dict[str, Lent]:
-        """The memory that each framework lends. Lent memory counts for the producer."""
+        """The memory that each framework shares with others (`lent`). It counts as the producer's."""
         loans = sys.modules.get(_LOANS)
         ordinal = self._ordinal(device) if loans is not None and hasattr(loans, "lent_by") else None
         if loans is None or ordinal is None:
@@ -420,8 +421,8 @@ class LedgerReader:
     def _second_contexts(self, device: Device, frameworks: _NamedFrameworks, decrease: int) -> tuple[str, ...]:
         """The owner of each non-primary context. `decrease`: the bytes by which the unaccounted memory decreased.
 
-        A known context that is not listed now may be current on another thread. It counts as destroyed if its memory
-        was freed.
+        A known context that is not listed now may be current on another thread. The context counts as destroyed if its
+        memory was freed.
         """
         if self.host.simulated:  # a simulated GPU has no contexts
             return ()

@@ -1,7 +1,7 @@
-"""One reading of a GPU, and the ledger's rows and the monitor's sample made from it. Pure.
+"""Builds the ledger's rows and the monitor's sample from one reading of a GPU. Pure.
 
-A framework that does not report its held bytes (TensorFlow with growth) is counted with a lower bound. Its memory above
-the bound is part of `unaccounted`, whose note names the framework. `unaccounted` is signed.
+A framework that does not report its held bytes (TensorFlow with growth) is counted with a lower bound. The framework's
+memory above the bound is part of `unaccounted`, and the note of that row names the framework. `unaccounted` is signed.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Reading(NamedTuple):
 
 
 reading_of: Callable[[tuple[Any, ...]], Reading] = functools.partial(tuple.__new__, Reading)
-"""Builds a Reading from a tuple of all fields, as `usage_of`."""
+"""Builds a Reading from a tuple of all fields, like `usage_of`."""
 
 
 def sample_of_reading(reading: Reading, device_plan: DevicePlan) -> DeviceSample:
@@ -86,7 +86,7 @@ def device_ledger(
     enforcements: Mapping[str, str] | None = None,
     refusals: Mapping[str, tuple[int, float | None]] | None = None,
 ) -> DeviceLedger:
-    """The rows of one GPU. `device_plan` has its caps and its limit, `enforcements` the enforcement of each cap.
+    """The rows of one GPU. `device_plan` has the GPU's caps and limit, `enforcements` the enforcement of each cap.
 
     `refusals`: the number and last time of each framework's refusals; a framework without refusal reports is missing.
     The rows are made when they are first accessed, so none of the arguments may change afterwards.

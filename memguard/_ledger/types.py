@@ -26,7 +26,7 @@ COLUMNS = ("MiB", *NUMBERS, "cap is")
 LINE, AT_LEAST = "─", "≥ "
 _OWN = ("framework", "overhead", "unaccounted", "suspended")
 EXCHANGE = "exchange"
-"""The row of memory that the exchange holds for other processes."""
+"""The name of the row of memory that the exchange holds for other processes."""
 
 
 @dataclass(frozen=True, init=False)
@@ -95,8 +95,8 @@ class Lent:
 class DeviceLedger:
     """One GPU's rows. `process`: this process's memory by NVML, None if unknown; `moved`: it changed while read.
 
-    `sum`: the sum of the rows, in bytes. It is `device.total`. On a GPU with unified memory it is `process`, without
-    the rows `other processes`, `driver reserve` and `free`; and None if `process` is unknown.
+    `sum`: the sum of the rows, in bytes. The sum equals `device.total`. On a GPU with unified memory, which has no rows
+    `other processes`, `driver reserve` and `free`, the sum equals `process`, and is None if `process` is unknown.
 
     `suspended`: the process's bytes in host memory while it is off the GPU; None otherwise. The other rows then keep
     their last figures, a row of kind `suspended` subtracts them, and `process` is 0. A suspended process cannot read
@@ -185,7 +185,7 @@ class Ledger:
         }
 
     def to_json(self) -> str:
-        """`as_dict()` as text."""
+        """`as_dict()` as JSON text."""
         import json
 
         return json.dumps(self.as_dict(), indent=2)
@@ -290,7 +290,7 @@ def _notes(gpu: DeviceLedger) -> list[str]:
 
 
 def _note(row: Row) -> str:
-    """The row's note, and its number of refusals."""
+    """The row's note, with the framework's number of refusals."""
     notes = [row.note] if row.note else []
     if row.refused and row.last_refused is not None:
         times = "once" if row.refused == 1 else f"{row.refused:,} times, the last time"
@@ -325,5 +325,5 @@ def _cells(row: Row) -> list[str]:
 
 
 def _mib(size: int | None) -> str:
-    """A size in MiB. The whole table has one unit, so that sizes can be compared."""
+    """A size in MiB, without unit: the whole table has one unit, so that sizes can be compared."""
     return "unknown" if size is None else f"{size / MIB:,.1f}"

@@ -197,7 +197,7 @@ are exempt. So `classify` skips an error if its text contains none of these stri
 "Memory"."""
 
 _ERRNO: Mapping[int, Memory] = {12: "host", 28: "disk", 122: "disk"}
-"""ENOMEM, ENOSPC, EDQUOT."""
+"""The error numbers ENOMEM, ENOSPC and EDQUOT."""
 _FAMILIES = {**{first: spec.name for spec in SPECS.values() for first in spec.families}, "rmm": "rmm"}
 """Maps the top-level package of an exception's type to the name of the framework."""
 _SCALE = {unit: 1 << 10 * power for power, unit in enumerate("BKMGTPE")}

@@ -106,7 +106,7 @@ _reports: dict[int, Report] = {}
 _in_full: deque[int] = deque(maxlen=_MAX_REPORTS)
 """The numbers of the reports that were or will be printed in full."""
 _records: dict[int, _Record] = {}
-"""Records whose error was not reported yet, by number."""
+"""Records of refused requests whose error was not reported yet, by number."""
 _caught_reports: dict[int, Report] = {}
 """The reports that `last_oom` made from `_records`, by number."""
 _shown: dict[tuple[str | None, ...], _Shown] = {}

@@ -40,7 +40,7 @@ _NO_ROOM_WAS_MADE = {
     NoHelp.CAPTURE: "run the work once before the capture, or call memguard.require there: memguard can make room then",
     NoHelp.COMMUNICATORS: "do it on a thread of the program, not in a callback of memguard's: room can be made there",
 }
-"""The remedy for each reason why memguard could not make room."""
+"""The remedy for each reason why memguard freed no memory for the request."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def remedies(classification: Classification, case: Case | None, reason: str = "e
 
 
 def if_no_room_was_made(why: NoHelp) -> tuple[Remedy, ...]:
-    """The first remedy if memguard could not make room."""
+    """The first remedy if memguard freed no memory for the request."""
     return (Remedy(_NO_ROOM_WAS_MADE[why]),) if why in _NO_ROOM_WAS_MADE else ()
 
 

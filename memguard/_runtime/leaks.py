@@ -66,9 +66,9 @@ def leak(afters: Sequence[int]) -> int | None:
     """The bytes that each repetition of a workload leaks, from the bytes in use after each; None for no leak.
 
     The first repetition is warm-up and does not count. The last hundred of the others count. With 4 to 11 of them, each
-    value must exceed the previous one and lie near a straight line; fewer values must lie nearer. With 12 or more, a
-    Mann-Kendall test must show a trend. The slope of the second half must be at least half of the whole slope, because
-    a cache that fills is no leak.
+    value must exceed the previous value and lie near a straight line; the fewer the values, the nearer. With 12 or
+    more, a Mann-Kendall test must show a trend. The slope of the second half must be at least half of the whole slope,
+    because a cache that fills is no leak.
     """
     kept = _kept(afters)
     count = len(kept)

@@ -56,8 +56,8 @@ UNACCOUNTED = "unaccounted"
 class Bounds(NamedTuple):
     """The bounds of elastic caps on one GPU, in bytes.
 
-    `room` is limit − reserve. `least` is the min of each elastic framework and the cap of each other one. `most` is the
-    max of each elastic framework.
+    `room` is limit − reserve. `least` is the min of each elastic framework and the cap of each other framework. `most`
+    is the max of each elastic framework.
     """
 
     room: int

@@ -50,7 +50,7 @@ _MISSING = (
 )
 _DISABLED = f"no budget is active, and nothing caps this program: {workers.DISABLE} is set"
 _STAND_IN = "h200"
-"""The GPU that `missing_gpu="simulate"` simulates: the one whose figures were measured."""
+"""The GPU that `missing_gpu="simulate"` simulates: the model on which memguard's figures were measured."""
 _FREED = 3.0
 """Seconds to wait for the driver to free the GPU memory of an ended process, whose lease is released earlier."""
 _PATIENCE = 5.0
@@ -206,7 +206,7 @@ class Runtime:
     def _awaited(self) -> Empty:
         if self._environment is not None:
             self._environment.activate()
-        if type(self._state) is Starting:  # bounded: that thread may wait for an import on this one
+        if type(self._state) is Starting:  # bounded: that thread may wait for an import on this thread
             free(self.lock, _PATIENCE)
         state = self._state
         why = getattr(self._environment, "why", None)
@@ -388,7 +388,7 @@ class Runtime:
             self._state = self._state.without_session()
 
     def _again(self, before: Guard, lease: BudgetLease | None) -> Session | None:
-        """Apply the previous budget again after its replacement failed. None if that fails too."""
+        """Apply the previous budget again after its replacement failed. None if this fails too."""
         session: Session | None = None
         try:
             session = Session(Guard(before.budget, before.host), extensions.load(before.budget, self.extensions))
@@ -448,7 +448,7 @@ class Runtime:
 
     def shutdown(self) -> list[str]:
         """Implements `memguard.shutdown`."""
-        if self.claiming:  # end the wait of an `init` on another thread, or of one that this call interrupted
+        if self.claiming:  # end the wait of an `init` on another thread, or of an interrupted one
             self._shutdown_requested = True
         with self.lock:
             if outlived(self.session):
@@ -476,7 +476,7 @@ class Runtime:
             self._state = self._with(Empty(state.why))
 
     def end_of(self, session: Session | None, idle: Guard | None, error: BaseException | None) -> None:
-        """End the session or Idle state that a `with` block began, if it is still the current one.
+        """End the session or Idle state that a `with` block began, if it is still current.
 
         A failure is logged if the block itself raised `error`, so that it does not replace that error.
         """

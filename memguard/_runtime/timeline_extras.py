@@ -41,7 +41,8 @@ MOST = 20
 number its steps."""
 OTHERS = "other workloads"
 _HANGS = 0.5
-"""Seconds after which the monitor's sample counts as hanging, at the end of the program or budget."""
+"""At the end of the program or budget, a sample of the monitor that takes longer than this many seconds counts as
+hanging."""
 
 
 class Timeline(Extension):
@@ -169,7 +170,8 @@ class Spans:
             return self._due(float("inf") if everything else self._clock())
 
     def _due(self, now: float) -> list[Event]:
-        """The events of due spans, oldest first. Stops at the first that is not due, because there may be many."""
+        """The events of due spans, oldest first. Stops at the first span that is not due, because there may be many
+        spans."""
         events: list[Event] = []
         while self._rows:
             key, row = next(iter(self._rows.items()))

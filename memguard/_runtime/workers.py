@@ -1,9 +1,8 @@
-"""Detects processes where `memguard.init` applies no budget (workers, MEMGUARD_DISABLE, no GPU), and defines the guards
-that it returns there.
+"""Detects where `memguard.init` applies no budget (workers, MEMGUARD_DISABLE, no GPU); defines the guards returned.
 
 `spawn` and `forkserver` (the default from Python 3.14 on) import the parent's script in each worker. That runs a
-`memguard.init` at module level again. Applied there, the budget would give every worker the whole cap. So `init`
-applies nothing in a worker unless MEMGUARD_CHILDREN is set.
+`memguard.init` at module level again. If `init` applied the budget in a worker, every worker would get the full caps.
+So `init` applies nothing in a worker unless MEMGUARD_CHILDREN is set.
 """
 
 from __future__ import annotations

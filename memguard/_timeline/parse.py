@@ -51,7 +51,7 @@ _PART: Mapping[str, _Field] = {"limit": _SIZE, "reserve": _SIZE, "unallocated": 
 
 
 class Parser:
-    """Parses the lines of one file, in order. `line` is the number of the last one, from 1."""
+    """Parses the lines of one file, in order. `line` is the number of the last parsed line, from 1."""
 
     def __init__(self, name: str) -> None:
         self.name, self.line = name, 0

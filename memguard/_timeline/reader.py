@@ -234,7 +234,7 @@ def of_earlier_runs(paths: Iterable[str]) -> str:
 
 
 def _in_order(older: list[_Part], newest: list[_Part], notes: list[str]) -> list[_Part]:
-    """The parts of one run by number, each once, without parts that the thinned part replaces."""
+    """The parts of one run by number. Lists each part once, and omits parts that the thinned part replaces."""
     parts: dict[int, _Part] = {}
     for part in newest + older:
         first = parts.setdefault(part.header.part, part)

@@ -27,7 +27,7 @@ _MOMENT, _REPORT = 0.01, 1.0
 REGIONS = frozenset(row.name for row in SPECS.values() if row.regions)
 """Frameworks whose pool grows by regions that it neither joins nor returns: a request must fit into one of them."""
 MOST = 1000
-"""The most refusals kept for each framework on each GPU, those with the largest needs."""
+"""The most refusals kept for each framework on each GPU: the refusals with the largest needs."""
 Key = tuple[str, str]
 """UUID and framework."""
 
@@ -118,7 +118,7 @@ def once(events: Sequence[Refusal], reports: Sequence[Reported]) -> tuple[Refusa
 
 
 def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Reported) -> int | None:
-    """The index of the event that counts the report's request; None if there is none.
+    """The index of the event that counts the report's request; None if no event does.
 
     `events` are one framework's on one GPU, by time; `left` is the number of reports that each may still match. An
     event of several requests has the time of the last.

@@ -1,5 +1,5 @@
-"""Replay a timeline under another budget: which framework would have exceeded its cap and when, and the smallest budget
-that fits. Pure.
+"""Replay a timeline under another budget: which framework exceeds its cap and when; the smallest budget that fits.
+Pure.
 
 A sample shows an allocator's memory under the caps at the time. Under a smaller cap the allocator would first have
 trimmed its idle memory, so the replay compares the cap with a framework's unreclaimable memory:

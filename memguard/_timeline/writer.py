@@ -29,7 +29,7 @@ thinned part."""
 _LOCK_TIMEOUT = 2.0
 """Seconds that a thread waits for another thread's write: a disk that hangs must not hang the user's program."""
 _CLOSING_TIMEOUT = 5.0
-"""Seconds that a new timeline waits for a write of another thread to the file of a closed one."""
+"""Seconds that a new writer waits while another thread finishes a write of a closed writer to the same file."""
 _RETRY = 5.0
 """Seconds between attempts while the disk is full or the folder is missing."""
 
@@ -303,7 +303,8 @@ class Writer:
         self._size += len(line)
 
     def _adopt_existing(self) -> None:
-        """Treat existing files with this name or a part's name as an earlier run's. Raises if one must not change."""
+        """Treat existing files with this name or a part's name as an earlier run's. Raises if one of these files must
+        not change."""
         for number, path in files.numbered(self.path):
             self._number = max(self._number, number + 1)
             if files.is_ours(path):
@@ -443,7 +444,7 @@ class Writer:
         return sum(part.size for part in self._parts) + (self._kept.size if self._kept else 0)
 
     def _thin(self, oldest: _Part) -> None:
-        from memguard._timeline.parse import Parser  # needed only when a timeline is full
+        from memguard._timeline.parse import Parser  # imported here because only a full timeline needs it
         from memguard._timeline.thinning import thin
 
         kept = _Part(0, files.rotated(self.path, 0), 0)

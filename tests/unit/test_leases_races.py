@@ -281,6 +281,26 @@ def test_only_who_waited_in_vain_for_the_same_database_does_not_wait_again(
     one.close()
 
 
+def test_one_in_a_hurry_gives_up_on_a_database_that_stays_in_use(
+    folder: Path, left: Left, moments: list[Callable[[], object]]
+) -> None:
+    """Else another program that holds the database would keep the process off its GPUs for as long."""
+    one, blocker = left
+    with contextlib.ExitStack() as stack:
+        looks: list[object] = []
+
+        def look(_: object) -> None:
+            looks.append(None)
+            if len(looks) == 1:
+                stack.enter_context(used(folder))
+
+        with pytest.raises(store.BusyDatabaseError):
+            one.back(60, hurry=True, look=look)
+    assert not one.held
+    blocker.close()
+    one.close()
+
+
 def test_one_in_a_hurry_that_has_its_place_in_the_queue_waits_on_while_the_database_is_in_use(
     folder: Path, left: Left, moments: list[Callable[[], object]]
 ) -> None:

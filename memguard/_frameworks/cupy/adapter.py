@@ -86,7 +86,7 @@ class CuPy(Limits, resource.RmmClient):
             note = "cupy: watched, not capped: the limit of its async pool is a threshold of a pool that all share"
             return Applied(Enforcement.WATCHED, notes=(note,))
         if resource.is_cupys(allocator):
-            known = self._by_uuid() if contexts.initialised() else None  # `_by_uuid` would initialise CUDA
+            known = self._by_uuid() if contexts.initialised() else None  # else `_by_uuid` would initialise CUDA
             applied = self._limit_rmm(caps, undo, known)
             self._replace(cupy, undo)
             return applied

@@ -1,10 +1,11 @@
-"""Caps JAX by `memory_fraction`, a client option that its GPU backend reads at its start, without preallocation.
+"""Caps JAX by the client option `memory_fraction`, and turns off preallocation unless the user requested it.
 
-Measured: the fraction refers to the memory available to CUDA. JAX reads it once, when the backend starts; afterwards
-the limit is fixed, and the pool never shrinks. For a cap of 4 GiB on an H200 the limit was 4,294,967,296 bytes. The
-client options override the environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION are set, the
-GPU backend does not load, and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have no limit,
-`vmm` has one and reports no figures (see `jax/spec.py`). An out-of-memory error takes 10 s to appear.
+Measured: the fraction refers to the memory available to CUDA. JAX reads the fraction once, when the GPU backend starts;
+afterwards the limit is fixed, and the pool never shrinks. For a cap of 4 GiB on an H200 the limit was 4,294,967,296
+bytes. The client options override the environment. If both XLA_CLIENT_MEM_FRACTION and XLA_PYTHON_CLIENT_MEM_FRACTION
+are set, the GPU backend does not load, and JAX silently uses the CPU. The allocators `cuda_async` and `platform` have
+no limit; `vmm` has a limit but reports no memory statistics (see `jax/spec.py`). JAX raises an out-of-memory error only
+10 s after the request.
 
 Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
 """
@@ -38,7 +39,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPEC.allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
 permanent_caps: dict[str, int] = {}
-"""The caps at JAX's start, by device UUID. They stay until the process ends."""
+"""The caps with which JAX's backend started, by device UUID. They stay in effect until the process ends."""
 
 
 class JAX(Framework):
@@ -56,10 +57,11 @@ class JAX(Framework):
         self._last_drift: list[Drift] = []  # the drift at the last check
         self._final_backend: weakref.ref[Any] | None = None  # the started backend for which `_last_drift` is final
         self._user_options: Any = None
-        self._positions: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, position of the GPU
+        self._positions: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, local_devices() index
 
     def why_absent(self) -> str | None:
-        """The reason: JAX is not installed, has no CUDA plugin, or JAX_PLATFORMS excludes the GPU. Imports nothing."""
+        """Why JAX cannot use a GPU: it is not installed, has no CUDA plugin, or JAX_PLATFORMS excludes the GPU. None if
+        it can. Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -97,7 +99,8 @@ class JAX(Framework):
             self._add_note("jax: it has one fraction for all GPUs, so its smallest cap applies to every GPU")
         fraction = self._stricter(fraction, own, usable, caps)
         wanted = {**own, "memory_fraction": fraction, "preallocate": self._preallocate(own)}
-        wanted.setdefault("allocator", self._allocator)  # overrides XLA_PYTHON_CLIENT_ALLOCATOR, even if set later
+        # The option overrides XLA_PYTHON_CLIENT_ALLOCATOR, even if the variable is set later.
+        wanted.setdefault("allocator", self._allocator)
         self._options, self._user_options = wanted, before
         replaced = Replacements()
         undo.add(self.name, functools.partial(self._restore, jax, replaced))
@@ -134,8 +137,8 @@ class JAX(Framework):
         client = backends.get("cuda") if isinstance(backends, dict) else None
         if client is None:
             return None
-        # The cache stores positions instead of devices: JAX's devices do not support weak references, and a strong one
-        # would keep the backend alive.
+        # `_positions` stores indices instead of JAX's device objects, which do not support weak references: a strong
+        # reference to a device would keep the backend alive.
         backend, place = self._positions.get(device.uuid, _NOWHERE)
         known = backend() is client
         if known:
@@ -150,7 +153,7 @@ class JAX(Framework):
         return usage_of((stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"]))
 
     def _device_by_uuid(self, client: Any, wanted: str) -> tuple[Any, bool]:
-        """The client's device with that UUID or None, and whether one of the searched devices has an unknown UUID."""
+        """The client's device with this UUID or None, and whether a searched device has an unknown UUID."""
         known, unknown = self._numbering(), False
         for position, local in enumerate(client.local_devices()):
             uuid = known.get(_ordinal(local), "")
@@ -183,7 +186,7 @@ class JAX(Framework):
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
             change = f"its {_OPTIONS} were changed after memguard.init"
             return [Drift(change, "the cap will not hold")] if lost else []
-        # A limit never changes after the backend's start.
+        # Checked once for each backend, because its limit never changes after its start.
         if self._final_backend is None or self._final_backend() is not client:
             self._last_drift = [
                 Drift(
@@ -197,7 +200,7 @@ class JAX(Framework):
         return self._last_drift
 
     def forked(self) -> None:
-        self._caps = {}  # the child's own settings apply
+        self._caps = {}  # so that the replacement of `update` passes the child's settings on unchanged
 
     def about(self) -> dict[str, str]:
         if live_client() is None:
@@ -224,7 +227,7 @@ class JAX(Framework):
                 )
 
     def _why_uncapped(self, allocator: str) -> str | None:
-        """The reason why this allocator cannot be used; None if it can."""
+        """Why the adapter cannot cap JAX with this allocator; None if it can."""
         return _ALLOCATORS.why_uncapped(allocator)
 
     def _wrap_config_update(
@@ -267,7 +270,8 @@ class JAX(Framework):
     def _stricter(
         self, fraction: float, own: Mapping[str, Any], usable: Mapping[str, int], caps: Mapping[str, int]
     ) -> float:
-        """The stricter of the cap's fraction and the user's. Raises ConflictingSetting if the user's is looser."""
+        """The smaller of the cap's fraction and the user's fraction. Raises ConflictingSetting if the user's fraction
+        allows more than the cap."""
         name = next((n for n in (_FRACTION, _DEPRECATED) if os.environ.get(n)), "")
         given = [(f"{_OPTIONS} memory_fraction", own.get("memory_fraction")), (name, os.environ.get(name))]
         for setting, value in given:
@@ -295,7 +299,7 @@ class JAX(Framework):
         return fraction
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        """Whether the user requested preallocation: JAX then allocates its whole cap when its backend starts."""
+        """True if the user requested preallocation: JAX then allocates its whole cap when its backend starts."""
         asked = own.get("preallocate", os.environ.get(_PREALLOCATE) or None)
         if asked is None or str(asked) in ("false", "False", "0"):
             return False
@@ -312,7 +316,7 @@ class JAX(Framework):
         return [(found, known.get(_ordinal(found), "")) for found in client.local_devices()]
 
     def _numbering(self) -> dict[int, str]:
-        """UUIDs by JAX's device index, which is CUDA's ordinal."""
+        """Map JAX's device index, which is CUDA's ordinal, to the device's UUID."""
         if self._by_ordinal is None:
             known = self.host.devices(ordinals=True)
             self._by_ordinal = {d.ordinal: d.uuid for d in known if d.ordinal is not None}
@@ -321,7 +325,7 @@ class JAX(Framework):
         return self._by_ordinal
 
     def _limits(self) -> dict[int, tuple[int, int]]:
-        """The live backend's limit and the cap in bytes, by ordinal."""
+        """Map each capped GPU's CUDA ordinal to the live backend's limit and the cap, in bytes."""
         return {
             _ordinal(found): ((found.memory_stats() or {}).get("bytes_limit", 0), self._caps[uuid])
             for found, uuid in self._local_devices()
@@ -335,14 +339,14 @@ def _ordinal(local: Any) -> int:
 
 
 def live_client() -> Any:
-    """JAX's CUDA backend if it has started, else None. Never starts one."""
+    """JAX's CUDA backend if it has started, else None. Never starts a backend."""
     bridge = sys.modules.get(_BRIDGE)
     backends = getattr(bridge, "_backends", None)
     return backends.get("cuda") if isinstance(backends, dict) else None
 
 
 def _has_plugin() -> bool:
-    """Whether a CUDA plugin of JAX is installed. Imports nothing: `jax_plugins` is a namespace package."""
+    """True if a CUDA plugin of JAX is installed. Imports nothing: `jax_plugins` is a namespace package."""
     try:
         spec = importlib.util.find_spec("jax_plugins")
     except (ImportError, ValueError):
@@ -352,7 +356,7 @@ def _has_plugin() -> bool:
 
 
 def as_mapping(options: Any) -> dict[str, Any]:
-    """`jax_pjrt_client_create_options` as a mapping. JAX accepts a mapping or `key:value;key:value`."""
+    """`jax_pjrt_client_create_options` as a mapping. JAX accepts a mapping or a string `key:value;key:value`."""
     if isinstance(options, str):
         pairs = (part.split(":", 1) for part in options.split(";") if ":" in part)
         return dict(pairs)
@@ -360,7 +364,7 @@ def as_mapping(options: Any) -> dict[str, Any]:
 
 
 def _fraction(cap: int, total: int) -> float:
-    """The largest fraction that stays within the cap, in the client's single precision."""
+    """The largest single-precision fraction (JAX stores a 32-bit float) of `total` that stays within the cap."""
     fraction = struct.unpack("f", struct.pack("f", cap / total))[0]
     while int(fraction * total) > cap:
         bits = struct.unpack("I", struct.pack("f", fraction))[0] - 1

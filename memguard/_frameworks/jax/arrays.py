@@ -1,8 +1,8 @@
-"""The exchange adapter of JAX's arrays, through DLPack.
+"""Shares JAX's arrays through DLPack.
 
-XLA rejects addresses that are not multiples of 16 when it first uses the array (measured). JAX orders work itself:
-`__dlpack__(stream=...)` makes a stream wait for the array, and `from_dlpack` passes the stream that JAX will use. The
-lifetime references the capsule: while the capsule exists, JAX refuses to donate the array.
+XLA rejects an address that is not a multiple of 16 when it first uses the array (measured). JAX synchronises streams
+itself: `__dlpack__(stream=...)` makes a stream wait for the array, and `from_dlpack` passes the stream that JAX will
+use. The exchange's `Lifetime` references the capsule, because JAX refuses to donate the array while the capsule exists.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WIDE = frozenset(("int64", "uint64", "float64", "complex128"))
 
 
 class JAXArrays(Arrays):
-    """`jax.Array` with one shard."""
+    """The exchange adapter of `jax.Array` with one shard."""
 
     traits: ClassVar[Traits] = Traits(
         "jax",
@@ -41,13 +41,14 @@ class JAXArrays(Arrays):
     waits: ClassVar[str] = "stream"
     takes_stream: ClassVar[bool] = False
     immutable: ClassVar[bool] = True
-    direct: ClassVar[bool] = False  # 57 GB/s (measured on two H200s with peer access); its copy method is undocumented
+    # JAX copies between two H200s with peer access at only 57 GB/s (measured), by an undocumented method.
+    direct: ClassVar[bool] = False
 
     def owns(self, x: Any) -> bool:
         return isinstance(x, sys.modules["jax"].Array)
 
     def owns_all_of(self, cls: type) -> bool:
-        """False for tracers: `owns` depends on the tracer's value."""
+        """False for classes of tracers, whose `isinstance` result differs between objects of one class."""
         return cls.__name__ == "ArrayImpl"
 
     def offer(self, x: Any) -> Offer:
@@ -143,7 +144,7 @@ class JAXArrays(Arrays):
 
 
 def _capsule(x: Any, stream: int | None) -> Any:
-    """Create JAX's capsule. `stream` (None: the host) waits for the array."""
+    """Create JAX's DLPack capsule. `stream` waits for the array's values; with None, the host waits."""
     return x.__dlpack__() if stream is None else x.__dlpack__(stream=stream)
 
 
@@ -161,16 +162,16 @@ def _strides(x: Any, shape: tuple[int, ...], ordinal: int | None) -> tuple[int, 
 
 
 def _tracing() -> bool:
-    """Whether this thread is tracing a function. False if this JAX lacks the private function that reports tracing."""
+    """True if this thread is tracing a function. False if this JAX lacks the private function that reports tracing."""
     clean = getattr(sys.modules.get("jax._src.core"), "trace_state_clean", None)
     return clean is not None and not clean()
 
 
 class _NoWaitExporter(dlpack.Exporter):
-    """Exports memory whose work is done.
+    """Exports memory whose values are computed, so that JAX need not wait.
 
-    JAX recognises TensorFlow's tensors by their class name, and prepares no stream for them. So this class has that
-    name: an import then takes half the time. Any other name works too.
+    JAX recognises TensorFlow's tensors by their class name, and prepares no stream for them. This class has the same
+    name, which halves the time of an import. With any other name the import works too.
     """
 
 

@@ -1,7 +1,8 @@
 """The functions of JAX that wait while the process is suspended.
 
-A compiled function that ran before runs again without Python code (`PjitFunction`), as do arithmetic operators: their
-launch waits in the driver, ungated. Reading their results is gated. Whether JAX releases the GIL is unknown.
+A compiled function that ran before runs again without Python code (`PjitFunction`), as do arithmetic operators. No gate
+covers their launch, which waits in the driver, but a gate covers reading their results. Whether JAX releases the GIL is
+unknown.
 """
 
 from __future__ import annotations
@@ -14,37 +15,37 @@ from memguard._frameworks.optional_modules import Gates, NativeThread, entries, 
 
 
 def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the method's array is on a GPU."""
+    """True if the method's array is on a GPU."""
     return bool(args[0].platform() != "cpu")
 
 
 def any_of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an array in the list is on a GPU."""
+    """True if an array in the list (the first argument) is on a GPU."""
     return any(one.platform() != "cpu" for one in args[0])
 
 
 def gpu_program(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the compiled program is for GPUs."""
+    """True if the method's compiled program is for GPUs."""
     return bool(args[0].client.platform != "cpu")
 
 
 def gpu_client(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the method's client uses GPUs."""
+    """True if the method's client uses GPUs."""
     return bool(args[0].platform != "cpu")
 
 
 def gpu_live(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Like `with_gpu`, for any arguments."""
+    """`with_gpu` with the signature of `touches`; ignores the call's arguments."""
     return with_gpu()
 
 
 def with_gpu() -> bool:
-    """Whether JAX uses GPUs."""
+    """True if JAX has started a GPU backend."""
     return any(one.platform != "cpu" for one in _clients())
 
 
 def first_use(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call would start JAX's first backend, on GPUs."""
+    """True if no JAX backend has started and this call would start a GPU backend."""
     bridge = sys.modules["jax._src.xla_bridge"]
     asked = bridge.config.jax_platforms.value
     if bridge._backends or (asked and "cuda" not in asked and "gpu" not in asked):
@@ -53,7 +54,8 @@ def first_use(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def programs() -> object:
-    """All compiled programs, to keep them alive: when JAX drops one from its caches, the driver unloads its module."""
+    """All compiled programs. The gate keeps them alive, because a program that JAX drops from its caches unloads its
+    CUDA module."""
     return [client.live_executables() for client in _clients()]
 
 
@@ -112,8 +114,8 @@ GATES = (
         kept_alive=kinds(_JAXLIB, "cuModuleUnload crashes", "LoadedExecutable"),
         holds=programs,
         # From XLA's sources of 2026 (stream_executor/cuda: host_callback_registry.cc, cuda_executor.h, cuda_stream.cc):
-        # a monitor thread polls each stream every 5 s. It checks only for errors, and treats a completed stream like a
-        # running one.
+        # a monitor thread polls each stream every 5 s. The thread only checks for errors, and treats a completed stream
+        # in the same way as a running stream.
         natives=(NativeThread("xla_cuda_plugin.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", with_gpu),),
         not_gated=(
             "jax: a compiled function that ran before, and operators: the launch waits in the driver",

@@ -20,7 +20,7 @@ def _ranks(modules: Modules) -> int | None:
 
 
 def _swapped(modules: Modules) -> str | None:
-    """The allocator in JAX's client options, if it cannot be capped."""
+    """The name of the allocator in JAX's client options if memguard cannot cap this allocator; else None."""
     from memguard._frameworks.jax.adapter import as_mapping
 
     options = modules["jax"].config.jax_pjrt_client_create_options if "jax" in modules else None

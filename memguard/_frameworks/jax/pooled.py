@@ -1,7 +1,7 @@
-"""JAX in the shared pool, through its allocator `cuda_async` on the device's default pool. Watched.
+"""JAX in the shared pool, through JAX's allocator `cuda_async` on the device's default pool, without a cap.
 
-Measured on an H200: JAX allocates from the default pool whichever pool is current, its fraction does not cap it there,
-and it sets that pool's release threshold to 0.
+Measured on an H200: JAX allocates from the default pool whichever pool is current, `memory_fraction` does not cap these
+allocations, and JAX sets the default pool's release threshold to 0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from memguard.errors import CapNotApplied
 
 
 class PooledJAX(PooledWatched, JAX):
-    """JAX's `cuda_async` allocator over the device's default pool."""
+    """JAX with the allocator `cuda_async`, which allocates from the device's default pool."""
 
     _allocator = "cuda_async"
 
@@ -34,7 +34,7 @@ class PooledJAX(PooledWatched, JAX):
         return self._watched(applied, note, undo)
 
     def _kept(self) -> CapNotApplied:
-        """Does nothing: no limit stays to be recorded."""
+        """Return the error without recording caps, because `memory_fraction` does not cap this allocator."""
         return CapNotApplied(self.name, "its backend has started and stays on the default pool", "restart the process")
 
     def _why_uncapped(self, allocator: str) -> str | None:
@@ -43,4 +43,4 @@ class PooledJAX(PooledWatched, JAX):
         return "does not draw from the default pool, which 'strategy: pool' shares"
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        return False  # preallocated memory would be missing for the other frameworks
+        return False  # preallocation would take the pool's memory from the other frameworks

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def probe(report: ProbeReport) -> None:
     """Import JAX, list its devices and compute.
 
-    The step `devices` reports errors in the environment's settings, such as two memory fractions.
+    The step `devices` fails if environment variables conflict, as two memory fractions do, and reports the error.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     with report.stage("import"):
@@ -38,7 +38,7 @@ def probe(report: ProbeReport) -> None:
 
 
 def _plugin() -> bool:
-    """Whether a CUDA plugin is installed. Loads no plugin."""
+    """True if a CUDA plugin is installed. Loads no plugin."""
     import importlib.metadata
     import importlib.util
 
@@ -53,8 +53,10 @@ def _plugin() -> bool:
 
 
 def _versions(report: ProbeReport) -> dict[str, str]:
-    """The versions that JAX compares when its plugin starts. The module is private, so a missing name results in an
-    unknown version."""
+    """The versions of CUDA and cuDNN that JAX was built with, which its plugin compares with the loaded libraries.
+
+    JAX's module `cuda_versions` is private: if it lacks a function, that version is omitted.
+    """
     try:
         from jax._src.lib import cuda_versions
     except ImportError:
@@ -63,7 +65,7 @@ def _versions(report: ProbeReport) -> dict[str, str]:
     for name, call in (("cuda", "cuda_runtime_build_version"), ("cudnn", "cudnn_build_version")):
         try:
             number = int(getattr(cuda_versions, call)())
-        except Exception:  # without a plugin
+        except Exception:  # raised if no plugin is installed
             continue
         found[name] = report.cuda_version(number) if name == "cuda" else report.cudnn_version(number)
     return found

@@ -1,4 +1,4 @@
-"""What memguard knows about JAX, as a `FrameworkSpec`: names, measured sizes, error patterns."""
+"""JAX's `FrameworkSpec`: names, measured sizes and error patterns that the budget, plan and reports read."""
 
 from memguard._base.framework_spec import Allocators, ErrorPattern, Examined, Exchanged, FrameworkSpec
 from memguard._base.units import MIB
@@ -50,8 +50,8 @@ SPEC = FrameworkSpec(
     ),
     never_gives_back=True,
     refuses_silently=True,
-    # XLA's source: `vmm` (DeviceAddressVmmAllocator) refuses requests above the fraction of the GPU's total, but
-    # GetAllocatorStats of se_gpu_pjrt_client.cc does not support that allocator, so JAX's memory_stats() is None.
+    # From XLA's source: `vmm` (DeviceAddressVmmAllocator) refuses requests above the fraction of the GPU's total, but
+    # GetAllocatorStats in se_gpu_pjrt_client.cc does not support `vmm`, so JAX's memory_stats() returns None.
     allocators=Allocators(
         "XLA_PYTHON_CLIENT_ALLOCATOR",
         {

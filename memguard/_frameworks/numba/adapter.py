@@ -187,8 +187,8 @@ class Numba(resource.RmmClient):
 
     @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
-        """Set the cap that the next check reads, including the retry of a request that has just failed. Above a lower
-        cap, pooled blocks serve no request, as they must be released."""
+        """Set the cap that the next check reads, including the retry of a request that has just failed. While held
+        bytes exceed a lowered cap, pooled blocks serve no request, because they must be released."""
         self.caps = dict(caps)
 
     def footprint(self, size: int) -> int:

@@ -200,7 +200,8 @@ def capped(driver: Any) -> type:
             )
 
         def _pools(self, cap: int | None) -> bool:
-            """Whether new blocks may enter the pool: only blocks of a context in which CUDA events are recorded."""
+            """Whether new blocks may enter the pool: only while the manager's Numba context is current, because CUDA
+            events are recorded in that context."""
             if not self.pooling or cap is None:
                 return False
             if self._home is None:

@@ -1,7 +1,8 @@
 """Numba in the shared pool, through a memory manager that allocates arrays as blocks of the pool.
 
 Numba's own manager defers frees until more than ten, or a fifth of the GPU, are pending. Other frameworks cannot use
-pending memory. So this manager frees a block of 2 MiB and more at once, and defers smaller ones as Numba does.
+pending memory. So this manager frees a block of 2 MiB and more at once, and defers the free of a smaller block as Numba
+does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Watches which streams Numba's kernels and copies use, and which addresses its arrays export.
 
 An event on the legacy default stream covers that stream and the blocking streams, which `cuda.stream()` creates. Any
-other stream (an external one, a per-thread default one, one of cuda.core's) becomes visible when Numba creates a handle
-for it. Such a stream ends pooling for good, because earlier arrays may have been used on it too. By CUDA's
+other stream (an external stream, a per-thread default stream, a stream of cuda.core) becomes visible when Numba creates
+a handle for it. Such a stream ends pooling for good, because earlier arrays may have been used on it too. By CUDA's
 documentation `cuStreamQuery` of the legacy stream reports on that stream alone, so the pool relies on it only while
 Numba has no other stream (`default_alone`).
 

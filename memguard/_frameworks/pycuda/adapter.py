@@ -177,8 +177,8 @@ class PyCUDA(Framework):
                 self._some_wanted = True
 
     def resize(self, caps: Mapping[str, int]) -> None:
-        """Set the cap that the next check reads, including the retry of a request that has just failed. Above a lower
-        cap, idle blocks still serve requests, but the pools take no more driver memory."""
+        """Set the cap that the next check reads, including the retry of a request that has just failed. While held
+        bytes exceed a lowered cap, idle blocks still serve requests, but the pools take no more driver memory."""
         self._caps = dict(caps)
 
     def footprint(self, size: int) -> int:

@@ -1,5 +1,4 @@
-"""Reads PyCUDA's contexts and their creators, makes `make_context` return the primary context, and watches PyCUDA's
-streams.
+"""Reads PyCUDA's contexts, makes `make_context` return the primary context, and watches PyCUDA's streams.
 
 PyCUDA keeps a stack of contexts for each thread. PyCUDA aborts the process if a context is still on the stack at the
 thread's end or at exit: code that pushes a context must pop it.

@@ -54,7 +54,7 @@ class Bin:
         self.idle.append(None)
 
     def free(self, address: int) -> bool:
-        """Whether no allocation uses the block. A concurrent request may be about to use it."""
+        """True if the block is idle. A concurrent request may be about to use it."""
         allocation = self.held.get(address)
         return allocation is None or allocation() is None
 

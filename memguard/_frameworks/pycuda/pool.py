@@ -145,7 +145,7 @@ class Pool:
         return int(pool.alloc_size(pool.bin_number(size)))
 
     def has_free(self, size: int) -> bool:
-        """Whether a block of this size is idle."""
+        """True if a block of this size is idle."""
         found = self._bins.get(size)
         return found is not None and not self._freeing and bool(found.idle or any(map(found.free, list(found.held))))
 

@@ -116,7 +116,7 @@ def _copied(name: str, args: tuple[Any, ...]) -> FrameworkOutOfMemory:
 
 @functools.cache
 def oom_type(name: str) -> type[FrameworkOutOfMemory]:
-    """The framework's out-of-memory class. Each framework has its own, as the real ones do."""
+    """The framework's out-of-memory class. Each simulated framework has its own class, like the real frameworks."""
     return type(f"Simulated{name.title()}OutOfMemory", (FrameworkOutOfMemory,), {"__module__": __name__})
 
 

@@ -1,13 +1,14 @@
-"""Caps TensorFlow by a logical device with `memory_limit` on every visible GPU, and sets growth in the environment.
+"""Caps TensorFlow by a logical device with `memory_limit` on every visible GPU, and sets its memory growth.
 
 Measured: the limit must be set before TensorFlow creates its allocator, at its first operation. With a limit,
-TensorFlow silently ignores growth set on the device, so the adapter sets `TF_FORCE_GPU_ALLOW_GROWTH`. Without a limit,
-TensorFlow takes a whole GPU. `cuda_malloc_async` ignores the limit, so the adapter refuses it. The pool never shrinks.
-With growth TensorFlow does not report its held bytes.
+TensorFlow silently ignores `set_memory_growth`, so the adapter sets the environment variable
+`TF_FORCE_GPU_ALLOW_GROWTH`. Without a limit, TensorFlow takes a whole GPU. `cuda_malloc_async` ignores the limit, so
+the adapter refuses this allocator. TensorFlow's pool never shrinks. With growth TensorFlow does not report its held
+bytes.
 
-The adapter applies the cap to later calls of `set_logical_device_configuration` and to the `config` of TF1 sessions, in
-the private functions behind them: `Context.set_logical_device_configuration` and `BaseSession.__init__`. A session with
-its own `config` would ignore the logical devices.
+The adapter also applies the cap to later calls of `set_logical_device_configuration` and to the `config` of TF1
+sessions. For this it replaces the private functions `Context.set_logical_device_configuration` and
+`BaseSession.__init__`. A session with its own `config` would ignore the logical devices.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from memguard._frameworks.tensorflow.spec import SPEC
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 permanent_caps: dict[str, tuple[int, int, bool]] = {}
-"""The cap, limit and growth at TensorFlow's start, by device UUID. They stay until the process ends."""
+"""The cap, limit and growth with which TensorFlow started, by device UUID. They stay in effect until the process
+ends."""
 _EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATORS = SPEC.allocators
@@ -49,8 +51,8 @@ class TensorFlow(Framework):
         self._growth = True
         self._limits: dict[str, int] = {}  # the effective limit: the cap, or the user's own stricter limit
         self._logical: dict[str, int] = {}
-        self._seen: dict[str, range] | None = None  # logical devices' indices by GPU, without caps
-        self._unmatched = False  # whether a GPU in `_seen` has an unknown UUID
+        self._seen: dict[str, range] | None = None  # indices of the logical devices by GPU, if no caps are set
+        self._unmatched = False  # whether `_seen` lacks a GPU because its UUID is unknown
         self._gpus: dict[Any, str] = {}  # UUIDs by TensorFlow's device
         self._user_devices: dict[Any, list[Any]] = {}  # the user's later configurations, by TensorFlow's device
         self._spans: dict[str, range] = {}  # indices of the logical devices by GPU, once the user has configured one
@@ -90,7 +92,8 @@ class TensorFlow(Framework):
         return Applied(Enforcement.ENFORCED)
 
     def _forget(self, notes: list[str]) -> None:
-        """The last undo step. Raises CapNotApplied if TensorFlow has created its allocator."""
+        """Forget the caps, as the undo step that runs last. Raises CapNotApplied if TensorFlow has created its
+        allocator."""
         self._undo_allocator()
         if self._started():
             raise self._kept()
@@ -112,12 +115,12 @@ class TensorFlow(Framework):
         return applied
 
     def usage(self, device: Device) -> Usage | None:
-        """Usage from `get_memory_info` (2.3 µs), only for a live TensorFlow, as the call initialises it.
+        """Usage from `get_memory_info` (2.3 µs), only if TensorFlow is live, because the call would initialise it.
 
-        With growth TensorFlow reports bytes in use, not bytes held: then held is None, with a lower and an upper bound.
-        The lower bound is the peak in use. It is too high after the allocator has released idle regions, which it does
-        before it refuses a request. Both figures are None for sessions of a TF1 program without the eager context, for
-        an allocator without statistics, and if a GPU cannot be identified.
+        With growth TensorFlow reports bytes in use, but not held bytes: held is then None, with a lower and an upper
+        bound. The lower bound is the peak in use; it is too high once the allocator has released idle regions, as it
+        does before it refuses a request. Held and in-use bytes are both None for sessions of a TF1 program without the
+        eager context, for an allocator without statistics, and if a GPU cannot be identified.
         """
         tf: Any = sys.modules.get("tensorflow")
         if tf is None:
@@ -146,7 +149,7 @@ class TensorFlow(Framework):
         return usage_of((None, in_use, 0, peak, limit, peak))
 
     def _unreported(self, uuid: str) -> Usage:
-        """Usage of a GPU for which TensorFlow reports no figures. Without growth the pool's size is its limit."""
+        """Usage of a GPU for which TensorFlow reports no bytes. Without growth the pool's size is the limit."""
         limit = self._limits.get(uuid) if uuid in self._logical else None
         return Usage(None, None, 0, held_at_most=limit) if self._growth or limit is None else Usage(limit, None, 0)
 
@@ -180,7 +183,7 @@ class TensorFlow(Framework):
         return self._last_drift
 
     def forked(self) -> None:
-        self._gpus = {}  # the child's own settings apply
+        self._gpus = {}  # so that the replacements pass the child's settings on unchanged
 
     def _refuse_unlimited(self) -> None:
         value = os.environ.get(ALLOCATOR, "").strip().lower()
@@ -194,7 +197,7 @@ class TensorFlow(Framework):
             )
 
     def _match(self, gpus: list[Any]) -> list[tuple[Any, str]]:
-        """Each of TensorFlow's GPUs with its UUID. TensorFlow numbers GPUs as CUDA does."""
+        """Pair each of TensorFlow's GPUs with its UUID. TensorFlow numbers GPUs as CUDA does."""
         devices = self.host.devices(ordinals=True)
         matched = []
         for gpu in gpus:
@@ -209,7 +212,7 @@ class TensorFlow(Framework):
         return matched
 
     def _numbers(self, tf: Any, device: Device) -> Sequence[int] | None:
-        """The indices of the GPU's logical devices; empty if it has none, None if unknown."""
+        """The indices of the GPU's TensorFlow logical devices; empty if the GPU has none, None if they are unknown."""
         if self._spans:
             return self._spans.get(device.uuid, ())
         if self._logical:
@@ -220,8 +223,8 @@ class TensorFlow(Framework):
         return self._seen.get(device.uuid, None if self._unmatched else ())
 
     def _count_numbers(self) -> dict[str, range]:
-        """The indices of the logical devices on each GPU. The user may have split a GPU into several logical
-        devices."""
+        """Map each GPU's UUID to the index range of its TensorFlow logical devices, computed from the user's
+        configurations: the user may have split a GPU into several logical devices."""
         found, first = {}, 0
         for gpu, uuid in self._gpus.items():
             count = len(self._user_devices.get(gpu) or "1")
@@ -230,8 +233,8 @@ class TensorFlow(Framework):
         return found
 
     def _read_numbers(self, tf: Any) -> dict[str, range]:
-        """Read the indices of the logical devices on each GPU. CUDA is initialised, so reading its ordinals starts no
-        child process."""
+        """Map each GPU's UUID to the index range of its logical devices, read from a live TensorFlow. As CUDA is
+        initialised, reading CUDA's ordinals starts no child process."""
         gpus = tf.config.get_visible_devices("GPU")
         try:
             devices = self.host.devices(ordinals=True) if gpus else ()
@@ -249,7 +252,7 @@ class TensorFlow(Framework):
         return found
 
     def _limit(self, tf: Any, gpu: Any, cap: int, undo: Undo) -> int:
-        """Limit a GPU. Returns the effective limit in bytes."""
+        """Set a GPU's limit. Returns the effective limit in bytes: the cap, or the user's own stricter limit."""
         own = tf.config.get_logical_device_configuration(gpu)
 
         def restore() -> None:
@@ -276,7 +279,7 @@ class TensorFlow(Framework):
         return cap // MIB * MIB
 
     def _replace(self, undo: Undo) -> None:
-        """Apply the cap to the user's later configuration calls."""
+        """Replace TensorFlow's configuration functions, so that limits which the user sets later fit the cap."""
         replaced = Replacements()
         undo.add(self.name, replaced.undo)
         context: Any = sys.modules.get("tensorflow.python.eager.context")
@@ -315,8 +318,8 @@ class TensorFlow(Framework):
 
     def _wrap_set_growth(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def set_memory_growth(context: Any, dev: Any, enable: bool) -> Any:
-            """Call the original while memguard's entry is not in the device table: with the entry, TensorFlow refuses
-            growth."""
+            """Remove memguard's entry from the device table during the original call, because TensorFlow refuses growth
+            for a device with an entry."""
             table = getattr(context, "_virtual_device_map", None)
             if dev not in self._gpus or dev in self._user_devices or not isinstance(table, dict) or dev not in table:
                 return original(context, dev, enable)
@@ -343,7 +346,8 @@ class TensorFlow(Framework):
         return _compute_gpu_options
 
     def _limited_allocator(self) -> None:
-        """Unset the variable if it was set later to an allocator without a limit, right before TensorFlow reads it."""
+        """Unset TF_GPU_ALLOCATOR if it was set after memguard.init to an allocator without a limit. Called right before
+        TensorFlow reads the variable."""
         value = os.environ.get(ALLOCATOR, "")
         why = _ALLOCATORS.why_uncapped(value)
         if self._gpus and why is not None and not self._started():
@@ -367,8 +371,8 @@ class TensorFlow(Framework):
         return __init__
 
     def _capped_config(self, config: Any) -> Any:
-        """The session's ConfigProto with limits within the cap of every GPU. Returns the same object if its limits
-        already are within the caps."""
+        """A copy of the session's ConfigProto with limits within the cap of every GPU. Returns `config` itself if its
+        limits are within the caps."""
         options = config.gpu_options
         uuids = list(self._gpus.values())
         listed = [int(n) for n in options.visible_device_list.split(",") if n.strip().isdigit()]
@@ -387,7 +391,7 @@ class TensorFlow(Framework):
             return config
         held = type(config)()
         held.CopyFrom(config)
-        held.gpu_options.ClearField("per_process_gpu_memory_fraction")  # TensorFlow rejects a fraction with a limit
+        held.gpu_options.ClearField("per_process_gpu_memory_fraction")  # TensorFlow rejects both fraction and limit
         devices = held.gpu_options.experimental.virtual_devices
         if not own:
             for limits in wanted:
@@ -410,7 +414,7 @@ class TensorFlow(Framework):
         self._warn(f"tensorflow: {setting} asks for more than the cap of {format_size(cap)} on {where}: the cap holds")
 
     def _accept_user_limit(self, gpu: Any, limits: list[int | None], cap: int) -> int:
-        """The user's own limit in bytes. Raises ConflictingSetting if it is looser than the cap."""
+        """The user's own limit in bytes. Raises ConflictingSetting if the limit exceeds the cap or splits the GPU."""
         only = limits[0] if len(limits) == 1 else None
         if only is not None and only * MIB <= cap:
             self._note_stricter(_short_name(gpu), only * MIB, cap)
@@ -437,8 +441,8 @@ class TensorFlow(Framework):
 
 
 def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | None:
-    """The UUID of one of TensorFlow's GPUs, by CUDA's ordinal. If TensorFlow and CUDA both have one GPU, returns that
-    GPU's UUID."""
+    """The UUID of a TensorFlow GPU, found by CUDA's ordinal. If TensorFlow and CUDA both have only one GPU, returns its
+    UUID without comparing ordinals."""
     ordinal = int(gpu.name.rsplit(":", 1)[1])
     alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
     return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
@@ -453,12 +457,12 @@ def _scaled_to_cap(limits: Sequence[float], cap: int) -> list[float]:
 
 
 def _uses_gpus(config: Any) -> bool:
-    """Whether a session with this ConfigProto (None: without one) may use a GPU."""
+    """True if a session with this ConfigProto may use a GPU. `config` is None for a session without a ConfigProto."""
     return config is None or "GPU" not in config.device_count or config.device_count["GPU"] > 0
 
 
 def _short_name(gpu: Any) -> str:
-    """`GPU:0`."""
+    """The name without its prefix, such as `GPU:0`."""
     return str(gpu.name).rsplit("physical_device:", 1)[-1]
 
 
@@ -472,7 +476,7 @@ def _limited(tf: Any, gpu: Any, cap: int) -> bool:
 
 
 def _has_logical_gpu(tf: Any, number: int) -> bool:
-    """Whether the live TensorFlow has a logical GPU of that index; True if unknown."""
+    """True if the live TensorFlow has a logical GPU with this index, or if that is unknown."""
     try:
         return number < len(tf.config.list_logical_devices("GPU"))
     except (ValueError, RuntimeError, AttributeError):
@@ -480,7 +484,7 @@ def _has_logical_gpu(tf: Any, number: int) -> bool:
 
 
 def _context() -> Any:
-    """TensorFlow's eager context, or None. `context_safe` creates none."""
+    """TensorFlow's eager context, or None if there is none: `context_safe` does not create it."""
     module = sys.modules.get(_EAGER)
     safe = getattr(module, "context_safe", None)
     return safe() if safe is not None else None

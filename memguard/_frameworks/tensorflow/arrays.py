@@ -1,7 +1,8 @@
-"""The exchange adapter of TensorFlow's tensors: unversioned DLPack, row-major, at multiples of 64 bytes.
+"""Shares TensorFlow's tensors through unversioned DLPack: row-major, at addresses that are multiples of 64.
 
-An operation on another address aborts the process (`Check failed: IsAligned()`, measured). TensorFlow exposes no
-stream: `to_dlpack` waits for the device, and before an import the host waits for the producer's work.
+An operation on a tensor at any other address aborts the process (`Check failed: IsAligned()`, measured). TensorFlow
+exposes no stream, so `to_dlpack` waits for the device, and before TensorFlow imports an array, the host waits for the
+producer's GPU work.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _Calls(NamedTuple):
 
 
 class TensorFlowArrays(Arrays):
-    """Eager tensors, which are also the arguments of graphs."""
+    """The exchange adapter of eager tensors. A graph (`tf.function`) also receives eager tensors as arguments."""
 
     traits: ClassVar[Traits] = Traits(
         "tensorflow",
@@ -54,7 +55,7 @@ class TensorFlowArrays(Arrays):
     _known: _Calls | None = None
 
     def _calls(self) -> _Calls:
-        """TensorFlow's functions, cached: a lookup in its package takes as long as a driver call."""
+        """TensorFlow's functions, cached because a lookup in TensorFlow's package takes as long as a driver call."""
         tf, known = sys.modules["tensorflow"], self._known
         if known is None or known.tf is not tf:
             functions = tf.experimental.dlpack
@@ -83,13 +84,13 @@ class TensorFlowArrays(Arrays):
             view = dlpack.read(capsule)
         except (dlpack.BadCapsule, tf.errors.OpError) as error:
             raise self.refusal(str(error).splitlines()[0], "tf.cast it, or tf.identity(x) on a GPU") from error
-        device = None if view.device is None else _ordinal(view.device)  # the capsule has TensorFlow's device index
+        device = None if view.device is None else _ordinal(view.device)  # `view` has TensorFlow's device index
         if device != view.device:
             view = view._replace(device=device)
         return new_offer(("tensorflow", view, capsule, None, None, None, True))
 
     def ready(self, offer: Offer, stream: int | None) -> None:
-        """Does nothing: `to_dlpack` has waited for the values."""
+        """Does nothing, because `to_dlpack` has already waited for the tensor's values."""
 
     def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
         if "tensorflow" not in sys.modules:
@@ -114,7 +115,7 @@ class TensorFlowArrays(Arrays):
                 return tf.cast(tf.cast(moved, tf.uint8), tf.bool)
             if not moved.shape.num_elements():
                 return moved
-            # Copies bytes, as DeepCopy moves half of the dtypes to the host (measured).
+            # Copy the tensor as uint8: for half of the dtypes, DeepCopy returns a tensor on the host (measured).
             copied = tf.raw_ops.DeepCopy(x=tf.bitcast(moved, tf.uint8))
             return tf.bitcast(copied, moved.dtype)
 
@@ -130,14 +131,15 @@ class TensorFlowArrays(Arrays):
 
 @functools.cache
 def _ordinal(logical: int) -> int:
-    """CUDA's ordinal of TensorFlow's logical GPU `logical`."""
+    """CUDA's ordinal of the TensorFlow GPU with the index `logical`."""
     names = _visible()
     return int(names[logical].rpartition(":")[2]) if logical < len(names) else logical
 
 
 @functools.cache
 def _logical(ordinal: int) -> int:
-    """TensorFlow's index of a GPU among its visible GPUs (`set_visible_devices`), fixed at TensorFlow's start."""
+    """TensorFlow's index of the GPU with this CUDA ordinal among its visible GPUs (`set_visible_devices`), which are
+    fixed at TensorFlow's start."""
     names = _visible()
     wanted = f"GPU:{ordinal}"
     for number, name in enumerate(names):
@@ -150,7 +152,7 @@ def _logical(ordinal: int) -> int:
 
 
 def _visible() -> list[str]:
-    """The names of TensorFlow's visible GPUs, in its order. Each name ends in CUDA's ordinal."""
+    """The names of TensorFlow's visible GPUs, in TensorFlow's order. Each name ends in CUDA's ordinal."""
     import tensorflow as tf
 
     return [device.name for device in tf.config.get_visible_devices("GPU")]

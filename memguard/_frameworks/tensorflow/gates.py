@@ -1,6 +1,7 @@
 """The functions of TensorFlow that wait while the process is suspended.
 
-Every eager operation and every `tf.function` calls a `TFE_Py_*Execute*`, a TensorFlow 1 graph calls `TF_SessionRun*`.
+Every eager operation and every `tf.function` calls a function `TFE_Py_*Execute*`; TensorFlow 1 graphs call
+`TF_SessionRun*`.
 Whether these functions release the GIL is unknown.
 """
 
@@ -13,7 +14,7 @@ from memguard._frameworks.optional_modules import Gates, NativeThread, entries
 
 
 def with_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether this call may use a GPU: TensorFlow uses GPUs, and either no `tf.device` selects the CPU or an argument
+    """True if this call may use a GPU: TensorFlow uses GPUs, and either no `tf.device` selects the CPU or an argument
     is on a GPU."""
     if not live():
         return False
@@ -22,18 +23,18 @@ def with_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def live() -> bool:
-    """Whether TensorFlow uses GPUs."""
+    """True once TensorFlow is initialised with at least one GPU."""
     context: Any = getattr(sys.modules.get("tensorflow.python.eager.context"), "_context", None)
     return context is not None and bool(context._initialized and context._num_gpus)
 
 
 def of_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the method's tensor is on a GPU."""
+    """True if the method's tensor is on a GPU."""
     return _on_gpu(args[0])
 
 
 def constant_on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `convert_to_eager_tensor(value, context, dtype)` runs inside a `tf.device` block of a GPU."""
+    """True if `convert_to_eager_tensor(value, context, dtype)` runs inside a `tf.device` block of a GPU."""
     context = args[1] if len(args) > 1 else kwargs["ctx"]
     return "GPU" in str(context.device_name or "").upper()
 
@@ -100,7 +101,8 @@ GATES = (
                 "TF_SessionRun_wrapper TF_SessionPRun_wrapper TF_SessionRunCallable",
             ),
         ),
-        # TensorFlow 2.21 has no such thread (from a search of its library). XLA has one since 2026: see `jax/gates.py`.
+        # TensorFlow 2.21 does not start this thread: its library lacks the string. XLA does since 2026, see
+        # `jax/gates.py`.
         natives=(NativeThread("libtensorflow_framework.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", live),),
     ),
 )

@@ -1,7 +1,8 @@
-"""TensorFlow in the shared pool, through `cuda_malloc_async` on the device's default pool. Watched.
+"""TensorFlow in the shared pool, through `cuda_malloc_async` on the device's default pool, without a cap.
 
-Measured on an H200: TensorFlow allocates from the default pool whichever pool is current, its `memory_limit` does not
-cap it there (11,274 MiB were allocated under a limit of 4,096), and it sets that pool's release threshold to the limit.
+Measured on an H200: TensorFlow allocates from the default pool whichever pool is current, `memory_limit` does not cap
+these allocations (11,274 MiB were allocated under a limit of 4,096), and TensorFlow sets the default pool's release
+threshold to the limit.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _VARIABLE = adapter.ALLOCATOR
 
 
 class PooledTensorFlow(PooledWatched, TensorFlow):
-    """TensorFlow's `cuda_malloc_async` allocator over the device's default pool."""
+    """TensorFlow with the allocator `cuda_malloc_async`, which allocates from the device's default pool."""
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         if self._live(sys.modules["tensorflow"]):
@@ -41,7 +42,7 @@ class PooledTensorFlow(PooledWatched, TensorFlow):
         return self._watched(applied, note, undo)
 
     def _kept(self) -> CapNotApplied:
-        """Does nothing: no limit stays to be recorded."""
+        """Return the error without recording limits, because `memory_limit` does not cap this allocator."""
         return CapNotApplied(self.name, "its allocator exists and stays on the default pool", "restart the process")
 
     def _refuse_unlimited(self) -> None:
@@ -55,7 +56,8 @@ class PooledTensorFlow(PooledWatched, TensorFlow):
             )
 
     def _limited_allocator(self) -> None:
-        """Select the shared pool's allocator again, right before TensorFlow reads the variable."""
+        """Select the shared pool's allocator again if the variable was changed. Called right before TensorFlow reads
+        the variable."""
         value = os.environ.get(_VARIABLE, "")
         if self._gpus and value.strip().lower() != _WANTED and not self._started():
             os.environ[_VARIABLE] = _WANTED

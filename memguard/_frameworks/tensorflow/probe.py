@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 def probe(report: ProbeReport) -> None:
     """Import TensorFlow, list its devices and compute.
 
-    If TensorFlow finds no GPU, it logs the reason and raises nothing, and the probe ends.
+    If TensorFlow finds no GPU, it logs the reason without raising, and the probe ends.
     """
     os.environ["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"  # without growth TensorFlow takes the whole GPU
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "0"

@@ -1,4 +1,4 @@
-"""What memguard knows about TensorFlow, as a `FrameworkSpec`: names, measured sizes, error patterns."""
+"""TensorFlow's `FrameworkSpec`: names, measured sizes and error patterns that the budget, plan and reports read."""
 
 from memguard._base.framework_spec import Allocators, ErrorPattern, Examined, Exchanged, FrameworkSpec, Option
 from memguard._base.units import MIB
@@ -39,7 +39,7 @@ SPEC = FrameworkSpec(
             "pinned", True, "the pool of page-locked memory, by its name", r"allocator \w*host_bfc", shared=True
         ),
         ErrorPattern("host", True, "its allocators for the CPU", r"allocating tensor.*allocator (mkl)?cpu\b"),
-        # If the text has several nodes, the first one failed, and the others wait for it.
+        # If the text names several nodes, the first node failed, and the other nodes need its result.
         ErrorPattern(
             "host",
             True,
@@ -50,7 +50,7 @@ SPEC = FrameworkSpec(
             "gpu", True, "a tensor on a GPU", r"OOM when allocating tensor.*(allocator GPU_|\bgpu:\d)", refused=True
         ),
         ErrorPattern("gpu", False, "a tensor, and no word of the device", "OOM when allocating tensor", refused=True),
-        # Eager errors begin with the node; Keras prepends the layer's name.
+        # Errors of eager operations begin with the node's name; Keras prepends the layer's name.
         ErrorPattern(
             "gpu",
             True,

@@ -1,21 +1,23 @@
 """Caps PyTorch by its caching allocator's per-process fraction, to the exact byte.
 
-Measured on an H200 with torch 2.11: the native allocator stops exactly at the cap. It maps expandable segments in 20
-MiB pieces, which may exceed the cap by less than one piece, so the adapter sets the fraction 20 MiB lower. The async
-backend compares the fraction with bytes *in use*, and its pool held 4 % more than the cap. So the adapter gives it a
-driver pool with `maxSize` as the current pool (CUDA 12.2 and newer). Setting the fraction creates no context.
+Measured on an H200 with torch 2.11: the native allocator stops exactly at the cap. With expandable segments it maps
+memory in steps of 20 MiB and may exceed the cap by less than one step, so the adapter sets the fraction 20 MiB lower.
+The async backend compares the fraction with bytes *in use*, and its pool held 4 % more than the cap. So the adapter
+makes a driver pool with `maxSize` current, from which the backend allocates (CUDA 12.2 and newer). Setting the fraction
+creates no context.
 
-The adapter limits a later fraction of the user in `torch._C._cuda_setMemoryFraction`, which every public function
-calls.
+The adapter replaces `torch._C._cuda_setMemoryFraction`, which every public function calls, to limit fractions that the
+user sets later.
 
-Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, `caching_allocator_enable(False)`.
+Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, allocations after `caching_allocator_enable(False)`.
 
-The native allocator's observer reports refused requests. It runs on the requesting thread, after torch has released its
-locks (`c10/cuda/CUDACachingAllocator.cpp`). It cannot be detached, and attaching it initialises CUDA.
+memguard attaches an out-of-memory observer to the native allocator, to learn of refused requests. The observer runs on
+the requesting thread, after torch has released its locks (`c10/cuda/CUDACachingAllocator.cpp`). It cannot be detached,
+and attaching it initialises CUDA.
 
 Before the observer runs, torch has released its releasable cache, so nothing is reclaimable. Idle memory of a private
-pool (a CUDA graph's, a `MemPool`'s) serves no other request. So torch's error text counts it as allocated, and
-memguard's record does too.
+pool (a CUDA graph's, a `MemPool`'s) serves no other request. So torch's error text counts this idle memory as
+allocated, and so does memguard's record of the refused request.
 """
 
 from __future__ import annotations
@@ -44,12 +46,13 @@ if TYPE_CHECKING:
     from memguard._devices.pools import CappedPool, DefaultPool
 
 SEGMENT = 20 * MIB
-"""Expandable segments map memory in pieces of this many bytes (measured)."""
+"""Expandable segments map memory in steps of this many bytes (measured)."""
 
 _observed: Any = None
-"""The torch module with memguard's observer, which is attached once, as it cannot be detached."""
+"""The torch module to which memguard's observer is attached, so that it is attached only once: torch cannot detach
+it."""
 _observer: tuple[Torch, int] | None = None
-"""The adapter that the observer calls, and its process; None if no cap is set."""
+"""The adapter that the observer calls, and the id of the adapter's process; None if no cap is set."""
 _NO_LIBRARIES = frozenset[str]()
 _FIGURES = (
     ("reserved_bytes", "current"),
@@ -58,11 +61,11 @@ _FIGURES = (
     ("active_bytes", "current"),
     ("inactive_split_bytes", "current"),
 )
-"""The statistics of torch that a reading uses."""
+"""The names of the `_cuda_memoryStats` entries that `usage` reads."""
 
 
 class Torch(resource.RmmClient):
-    """PyTorch's CUDA caching allocator: native, expandable segments, cudaMallocAsync."""
+    """PyTorch's CUDA allocator: native (with or without expandable segments) or cudaMallocAsync."""
 
     spec = SPEC
 
@@ -72,16 +75,16 @@ class Torch(resource.RmmClient):
         self._before: dict[int, float] = {}
         self._pools: dict[str, CappedPool | DefaultPool] = {}
         self._uuids: dict[str, int] | None = None
-        self._set: dict[int, float] = {}  # the fractions as torch reports them
-        self._expandable: bool | None = None  # whether segments were expandable when the caps were set
+        self._set: dict[int, float] = {}  # the fractions in effect, as torch reports them, by ordinal
+        self._expandable: bool | None = None  # whether segments were expandable when memguard set the caps
         self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as set, and as torch reports it
         self._raw_set: Callable[[float, int], None] | None = None
         self._reconfigured = self._uncached = False
         self._unseen: str | None = None
 
     def why_absent(self) -> str | None:
-        """The reason, from the text of `torch/version.py`: torch is not installed, or built without CUDA. Imports
-        nothing."""
+        """Why torch cannot use a GPU: it is not installed, or its `version.py`, read as text, says that it is built
+        without CUDA. None if it can. Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -116,7 +119,7 @@ class Torch(resource.RmmClient):
     def usage(self, device: Device) -> Usage | None:
         """Usage from `torch._C._cuda_memoryStats` (22 µs), which initialises nothing in a live torch.
 
-        None for a GPU on which torch never held memory, because torch is live on all GPUs at once.
+        None for a GPU on which torch never held memory, although a live torch has initialised all GPUs.
         """
         torch = sys.modules.get("torch")
         live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
@@ -164,8 +167,8 @@ class Torch(resource.RmmClient):
             pool.trim()
 
     def trim_partly(self, device: Device, needed: int) -> None:
-        """Under the async backend, release whole pieces of its driver pool, at least `needed` bytes; else `trim`, as
-        `empty_cache()` releases all or nothing.
+        """Under the async backend, release at least `needed` bytes of its driver pool. Otherwise call `trim`, because
+        `empty_cache()` cannot release only a part.
 
         `empty_cache()` silently does nothing while another thread captures a CUDA graph or a `MemPool` is in use.
         """
@@ -173,16 +176,17 @@ class Torch(resource.RmmClient):
         if torch is None or pool is None or not self._live(torch):
             self.trim(device)
         elif not self.capturing():
-            torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # runs the queued frees
-            pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # the pool's least size after the trim
+            torch.cuda.synchronize(self._ordinals(torch)[device.uuid])  # waits until the queued frees have run
+            pool.trim(max(pool.reserved() - round_up(needed, PIECE), 0))  # the argument: bytes that the pool keeps
 
     @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
-        """Change the fractions. Any thread may call it while others allocate.
+        """Change the fractions. Any thread may call this while other threads allocate.
 
-        Torch stores the fraction without its allocator's lock (`c10/cuda/CUDACachingAllocator.cpp`), and the next
-        request that needs a segment reads it. Some versions clear it first: an allocation at that moment on a thread
-        without the GIL (autograd's) has no cap. Torch's own public function has the same gap.
+        Torch stores the fraction without locking its allocator (`c10/cuda/CUDACachingAllocator.cpp`), and the next
+        request that needs a segment reads the fraction. Some versions clear the old fraction before they store the new
+        one: between the two, an allocation on a thread without the GIL (autograd's) is not capped. Torch's own public
+        function has the same gap.
         """
         if self._pools:
             raise CapNotApplied(
@@ -202,19 +206,21 @@ class Torch(resource.RmmClient):
             raise
 
     def fixed(self) -> bool:
-        """Caps of the native allocator can change; the async backend's pool and RMM's limit are fixed."""
+        """False for the native allocator, whose caps can change. True for the async backend, whose pool has a fixed
+        size, and for RMM, whose limit is fixed."""
         torch: Any = sys.modules.get("torch")
         if not hasattr(getattr(torch, "_C", None), "_cuda_getAllocatorBackend"):  # `apply` refuses such a build
             return False
         return bool(torch.cuda.get_allocator_backend() != "native")
 
     def footprint(self, size: int) -> int:
-        """A segment of the caching allocator: 2 MiB up to 1 MiB, 20 MiB below 10 MiB, else rounded up to 2 MiB."""
+        """The size of the segment that the caching allocator requests: 2 MiB for `size` up to 1 MiB, 20 MiB below 10
+        MiB, else `size` rounded up to a multiple of 2 MiB."""
         if self._pools:
             return round_up(size, PIECE)
         segment = GRANULE if size <= MIB else SEGMENT if size < 10 * MIB else round_up(size)
         torch, expandable = sys.modules.get("torch"), self._expandable
-        if expandable is None:  # torch reports it only with a snapshot of all blocks
+        if expandable is None:  # not cached, because torch reports it only in a snapshot of all blocks
             expandable = torch is not None and self._live(torch) and settings.expandable(torch)
         return max(segment, size) + SEGMENT if expandable else segment
 
@@ -247,7 +253,8 @@ class Torch(resource.RmmClient):
         return torch is not None and self._live(torch) and bool(torch.cuda.is_current_stream_capturing())
 
     def libraries(self) -> frozenset[str]:
-        """One `nccl` for each used communicator, as NCCL allocates its memory at the first collective."""
+        """One `nccl N` for each process group that has run a collective: NCCL allocates its memory at the first
+        collective."""
         distributed = sys.modules.get("torch.distributed.distributed_c10d")
         groups = getattr(getattr(distributed, "_world", None), "pg_map", None)
         if not groups:
@@ -256,7 +263,8 @@ class Torch(resource.RmmClient):
         return frozenset(f"nccl {number}" for number in range(1, count + 1))
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
-        """Record PyTorch's own allocation history, bounded. None with the async backend, which has no history."""
+        """Record PyTorch's own allocation history, at most `history.ENTRIES` entries. None with the async backend,
+        which has no history."""
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch) or self.about()["allocator"] != "native":
             return None
@@ -288,8 +296,8 @@ class Torch(resource.RmmClient):
         return sys.modules["torch"]
 
     def _replace(self, torch: Any, undo: Undo) -> None:
-        """Apply the cap to the user's later settings, in the private functions that all public ones call: user code may
-        have imported the public ones already."""
+        """Replace torch's setters, so that settings which the user makes later cannot exceed the cap. These are private
+        functions that all public ones call, because user code may already hold references to the public functions."""
         replaced = Replacements()
         undo.add(self.name, replaced.undo)
         self._raw_set = torch._C._cuda_setMemoryFraction
@@ -312,7 +320,8 @@ class Torch(resource.RmmClient):
         return set_fraction
 
     def _record_fraction(self, ordinal: int, fraction: float, setting: str) -> None:
-        """Record the user's fraction for the undo. Until then the stricter of fraction and cap holds."""
+        """Record the user's fraction, which the undo restores. Until the undo, the smaller of this fraction and the cap
+        is in effect."""
         read = getattr(self._torch()._C, "_cuda_getMemoryFraction", None)
         self._before[ordinal] = fraction
         if read is not None:
@@ -379,7 +388,7 @@ class Torch(resource.RmmClient):
             if not self._caps:
                 return
             try:
-                settings.refuse((), {})  # the environment may have disabled the cache since
+                settings.refuse((), {})  # the environment may have disabled caching since `apply`
                 if torch.cuda.get_allocator_backend() == "pluggable":  # the allocator was replaced since memguard.init
                     applied = self._apply_pluggable(self._caps, undo)
                     if self._rmm is not None and self._rmm.uncapped is not None:
@@ -392,7 +401,7 @@ class Torch(resource.RmmClient):
                 self._restore(torch)
                 raise
 
-        def unqueue() -> None:  # if torch keeps the queued call, it does nothing without caps
+        def unqueue() -> None:  # if `set_caps` stays queued, it does nothing, because `_caps` is empty by then
             queue = getattr(torch.cuda, "_queued_calls", None)
             if isinstance(queue, list):
                 queue[:] = [entry for entry in queue if entry[0] is not set_caps]
@@ -401,7 +410,7 @@ class Torch(resource.RmmClient):
         torch.cuda._lazy_call(set_caps)
 
     def _set_now(self, torch: Any) -> None:
-        """Set the fraction of every device and read it back."""
+        """Set the fraction of every capped device and read it back."""
         if self._caps:
             self._check_properties(torch)
         backend = torch.cuda.get_allocator_backend()
@@ -418,7 +427,8 @@ class Torch(resource.RmmClient):
         self._unseen = self._observe(torch, backend) if self._set else None
 
     def _observe(self, torch: Any, backend: str) -> str | None:
-        """Make a live torch's allocator report refused requests. Returns the reason if it cannot, else None."""
+        """Attach the observer to a live torch's allocator, to learn of refused requests. Returns the reason if that is
+        impossible, else None."""
         global _observed, _observer
         attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer", None)
         if backend != "native" or attach is None:
@@ -435,18 +445,18 @@ class Torch(resource.RmmClient):
     def _report_observed(self, ordinal: int, requested: int, allowed: int, free: int) -> None:
         uuid = next((uuid for uuid, number in (self._uuids or {}).items() if number == ordinal), None)
         if uuid in self._caps:
-            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # a stricter fraction of the user
+            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # the user set a stricter fraction
             in_use, pooled = self._in_use(ordinal, requested)
             figures = {"cap": own, "free": free, "in_use": in_use, "pooled": pooled}
             self._report_refusal(None, uuid, requested, "observer", reclaimable=0, **figures)
 
     def _in_use(self, ordinal: int, requested: int) -> tuple[int | None, int | None]:
-        """Bytes in use including idle bytes of private pools, and those idle bytes. Both None if torch's counters
-        suffice."""
+        """Returns the bytes in use plus the idle bytes of private pools, and these idle bytes alone. Both None if all
+        idle bytes together are too few for the request, so that private pools make no difference."""
         torch = self._torch()
         stats = torch._C._cuda_memoryStats(ordinal)
         held, in_use = (settings.stat(stats, name, "current") for name in ("reserved_bytes", "allocated_bytes"))
-        if held is None or in_use is None or held - in_use < requested:  # too few idle bytes for the request
+        if held is None or in_use is None or held - in_use < requested:
             return None, None
         pooled = settings.idle_in_private_pools(torch, ordinal)
         return in_use + pooled, pooled
@@ -484,10 +494,10 @@ class Torch(resource.RmmClient):
         self._most[ordinal] = (most, back if fraction == most else most)
 
     def _apply_pluggable(self, caps: Mapping[str, int], undo: Undo) -> Applied:
-        """Cap an allocator set by `change_current_allocator`. Only RMM's can be limited."""
+        """Cap an allocator set by `change_current_allocator`. memguard can limit only RMM's allocator."""
         if not resource.is_loaded_for("torch"):
             raise self._unlimited()
-        return self._limit_rmm(caps, undo)  # without torch's device numbers, as reading them would initialise torch
+        return self._limit_rmm(caps, undo)  # takes no torch ordinals, because reading them would initialise torch
 
     def _put_pool_under(self, uuid: str, ordinal: int, allowed: int) -> None:
         if uuid in self._pools:
@@ -505,20 +515,20 @@ class Torch(resource.RmmClient):
             ) from error
 
     def _restore(self, torch: Any) -> None:
-        """Restore the former fractions, except where the user has set another. A failed step does not stop the
-        others."""
+        """Restore the former fractions, except where the user has set another fraction. If one step fails, the other
+        steps still run."""
         global _observer
         if _observer is not None and _observer[0] is self:
             _observer = None
         self._expandable = None
         read = getattr(torch._C, "_cuda_getMemoryFraction", None)
-        interrupted = True  # set to False unless a Ctrl-C comes, after which the next call restores the rest
+        interrupted = True  # stays True only after a Ctrl-C, so that the next call restores the rest
         try:
             with ExitStack() as steps:
                 for pool in self._pools.values():
                     steps.callback(pool.restore)
                 for ordinal, before in self._before.items():
-                    # Without an entry in `_set`, a Ctrl-C may have come right after the fraction was set.
+                    # If `_set` has no entry, a Ctrl-C may have come after the fraction was set, before it was recorded.
                     if read is None or self._set.get(ordinal) in (None, read(ordinal)):
                         set_fraction = self._raw_set or torch._C._cuda_setMemoryFraction
                         steps.callback(set_fraction, before, ordinal)
@@ -533,7 +543,8 @@ class Torch(resource.RmmClient):
     def _check_properties(self, torch: Any) -> None:
         """Compare torch's multiprocessor counts with the driver's.
 
-        If torch is bound to TensorFlow's CUDA runtime, it misreads them, and the process dies of SIGFPE (measured).
+        If torch is bound to TensorFlow's CUDA runtime, it misreads the counts, and its first matrix product kills the
+        process with SIGFPE (measured).
         """
         for uuid, ordinal in self._ordinals(torch).items():
             true = self.host.multiprocessors(uuid)
@@ -555,7 +566,7 @@ class Torch(resource.RmmClient):
                 )
 
     def _ordinals(self, torch: Any) -> dict[str, int]:
-        """CUDA's ordinal by UUID, from a live torch. Torch's `uuid` is NVML's without `GPU-`."""
+        """Map UUIDs to CUDA's ordinals, from a live torch. Torch's `uuid` lacks the prefix `GPU-` of NVML's UUIDs."""
         if self._uuids is None:
             count = torch.cuda.device_count()
             uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in range(count)]
@@ -564,13 +575,14 @@ class Torch(resource.RmmClient):
 
 
 def _exactly(allowed: int, total: int) -> float:
-    """The fraction for which torch computes exactly `allowed` bytes. Torch truncates the product."""
+    """The fraction from which torch computes exactly `allowed` bytes, although torch truncates the product."""
     fraction = min(allowed / total, 1.0)
     return fraction if int(fraction * total) >= allowed else min(math.nextafter(fraction, 1.0), 1.0)
 
 
 def _on_refused(device: int, requested: int, allowed: int, free: int) -> None:
-    """The observer that torch's allocator calls before it raises. An exception here would replace torch's."""
+    """The observer that torch's allocator calls before it raises OutOfMemoryError. Must not raise, because its own
+    exception would replace OutOfMemoryError."""
     found = _observer
     if found is None or found[1] != os.getpid():
         return
@@ -585,7 +597,7 @@ def _nvml_uuid(uuid: str) -> str:
 
 
 def _communicates(group: Any) -> bool:
-    """Whether a process group has an NCCL communicator. Only ProcessGroupNCCL has `_is_initialized`."""
+    """True if a process group has created its NCCL communicator. Only ProcessGroupNCCL has `_is_initialized`."""
     try:
         import torch
 

@@ -1,4 +1,7 @@
-"""PyTorch's tensors, shared through DLPack. `torch.from_dlpack` aborts the process over negative strides (measured)."""
+"""Shares PyTorch's tensors through DLPack.
+
+`torch.from_dlpack` aborts the process if a stride is negative (measured).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from memguard._frameworks.arrays.view import DTYPES, View, new_view
 
 
 class TorchArrays(Arrays):
-    """Strided tensors, on a GPU or the host."""
+    """The exchange adapter of strided tensors, on a GPU or the host."""
 
     traits: ClassVar[Traits] = Traits("torch", frozenset(DTYPES), Layout.FORWARD, on_host=True)
     module: ClassVar[str] = "torch"
@@ -50,8 +53,8 @@ class TorchArrays(Arrays):
                 raise self.refusal("it has no memory of its own", "hand over a real tensor")
             device = place.index if where == "cuda" else None
             view = new_view((address, tuple(x.shape), tuple(x.stride()), dtype, device, False))
-            # `x.detach()` is a separate tensor that keeps the memory: `x.data = ...`, and so `module.to(...)`, gives
-            # `x` other memory.
+            # The offer holds `x.detach()` instead of `x`: assigning `x.data`, as `module.to(...)` does, gives `x` other
+            # memory, while the detached tensor keeps this memory alive.
             stream = None if device is None else self.stream(device)
             return new_offer(("torch", view, x.detach(), stream, None, None, False))
         except (RuntimeError, ValueError) as error:  # a fake, functional or lazy tensor has no memory
@@ -72,7 +75,7 @@ class TorchArrays(Arrays):
         return handle
 
     _current: tuple[Any, Callable[[int], int]] | None = None
-    """PyTorch, and its function for the current stream."""
+    """The torch module, and its function that returns a device's current stream."""
 
     def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
         make_wait(stream)
@@ -102,7 +105,7 @@ class TorchArrays(Arrays):
 def _current_stream(torch: Any) -> Callable[[int], int]:
     quick = getattr(
         getattr(torch, "_C", None), "_cuda_getCurrentRawStream", None
-    )  # a tenth of the public function's time
+    )  # takes a tenth of the public function's time
     return quick or (lambda device: torch.cuda.current_stream(device).cuda_stream)
 
 

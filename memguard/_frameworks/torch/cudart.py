@@ -2,15 +2,15 @@
 
 TensorFlow loads CUDA runtime symbols into the global scope. If those have another major version than torch's, torch's
 `cudaGetDeviceProperties` binds to them and misreads the struct (1 multiprocessor instead of 132). The process then dies
-of SIGFPE in torch's first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). Two load orders were
-measured to work, including training and torch's own exceptions:
+of SIGFPE in torch's first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). Two load orders work,
+as measured with training and with exceptions that torch raises:
 
 - Before TensorFlow is loaded: load torch's own `libcudart` with RTLD_GLOBAL, so that the loader finds it first.
-- After TensorFlow and before torch: load torch's CUDA libraries with RTLD_DEEPBIND, so that they bind to their own
-  symbols.
+- After TensorFlow and before torch: load torch's CUDA libraries with RTLD_DEEPBIND, so that they bind to torch's own
+  `libcudart`.
 
-A loaded library cannot be unloaded, so the load order is permanent. The adapter verifies it when torch initialises
-CUDA.
+A loaded library cannot be unloaded, so the load order is permanent. When torch initialises CUDA, the adapter checks
+that torch reads the right device properties.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from memguard.errors import CapNotApplied
 
 
 def cure_installed() -> str | None:
-    """Load the CUDA runtime of the installed PyTorch (`cure`). None if PyTorch is built without CUDA."""
+    """Call `cure` with the CUDA version of the installed PyTorch. None if PyTorch is built without CUDA."""
     version = settings.cuda_version()
     return None if version is None else cure(version)
 
 
 def cure(cuda_version: str) -> str | None:
-    """Load torch's CUDA runtime in the order that the loaded libraries still allow. `cuda_version` is torch's
-    (`'13.0'`).
+    """Load torch's CUDA runtime by the load order that is still possible. `cuda_version` is torch's (`'13.0'`).
 
-    Returns a sentence that names the loaded libraries; None if torch is loaded already.
+    Returns a sentence that names the loaded libraries; None if torch is already imported.
     """
     if "torch" in sys.modules:
         return None
@@ -59,7 +58,7 @@ def _bind_deeply(cuda_version: str) -> list[str]:
     ctypes.CDLL(str(_runtime(cuda_version)))
     folder = _torch_folder() / "lib"
     first = folder / "libtorch_global_deps.so"
-    if first.exists():  # as `import torch` does, because the others depend on it
+    if first.exists():  # `import torch` also loads this library first, because the other libraries depend on it
         ctypes.CDLL(str(first), mode=ctypes.RTLD_GLOBAL)
     names = ["libc10_cuda.so", "libtorch_cuda.so"]
     for name in names:

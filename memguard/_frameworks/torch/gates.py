@@ -1,7 +1,8 @@
 """The functions of PyTorch that wait while the process is suspended.
 
-The names come from PyTorch's Python sources (2.13). The driver functions behind them are inferred from the names.
-Whether they release the GIL is unknown. The functions of `torch._C` are optional: only CUDA builds have them.
+The names come from PyTorch's Python sources (2.13). The driver functions that they call are inferred from the names.
+Whether PyTorch releases the GIL in these calls is unknown. The functions of `torch._C` are optional: only CUDA builds
+have them.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from memguard._frameworks.optional_modules import Gates, entries, kinds
 
 
 def of_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the method's tensor is on a GPU."""
+    """True if the method's tensor is on a GPU."""
     return bool(args[0].is_cuda)
 
 
 def to_cuda(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an argument is on a GPU or names one, or requests page-locked memory."""
+    """True if an argument is on a GPU, names a GPU or requests page-locked memory."""
     return bool(kwargs.get("pin_memory")) or any(_cuda(one) for one in (*args, *kwargs.values()))
 
 
@@ -30,7 +31,7 @@ def _cuda(one: Any) -> bool:
 
 
 def freed_on_gpu(tensor: Any) -> bool:
-    """Whether the tensor's memory is on a GPU or page-locked: freeing it may record an event."""
+    """True if the tensor's memory is on a GPU or page-locked: freeing such memory may record a CUDA event."""
     return bool(tensor.is_cuda or tensor.is_pinned())
 
 
@@ -40,15 +41,16 @@ _ASKS_NO_GPU = frozenset(
         "data_ptr", "get_device", "is_contiguous", "is_floating_point", "is_complex", "is_pinned",
     )
 )  # fmt: skip
-"""Tensor methods that need no GPU, even for a tensor on a GPU. `__get__` reads attributes such as `shape`."""
+"""Tensor methods that do not call the driver, even for a tensor on a GPU. `__get__` reads attributes such as
+`shape`."""
 
 
 def refusing(enter: Callable[[str], None]) -> AbstractContextManager[object]:
-    """A context manager in which every function and operator with a tensor on a GPU first calls `enter`, on this
-    thread.
+    """A context manager in which, on this thread, every function and operator with a GPU tensor first calls `enter`
+    with its name.
 
-    A `TorchFunctionMode` intercepts Python calls. Work that C++ then runs by itself (a backward pass) begins with such
-    a call.
+    A `TorchFunctionMode` intercepts these calls from Python. Work that runs entirely in C++, such as a backward pass,
+    also begins with a call from Python.
     """
     from torch.overrides import TorchFunctionMode
 

@@ -24,6 +24,6 @@ def events(traces: list[list[dict[str, Any]]]) -> list[TraceEvent]:
                 number += 1
                 live[where] = number
                 found.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, number, entry["size"], device=device))
-            elif op == "free" and where in live:  # ignores memory allocated before the recording
+            elif op == "free" and where in live:  # skips frees of memory that was allocated before the recording
                 found.append(TraceEvent(entry["time_us"] / 1e6, "torch", op, live.pop(where), device=device))
     return found

@@ -11,10 +11,10 @@ _PROFILE = "torch.autograd.profiler"
 
 
 def _shares(modules: Modules, _: Objects) -> Iterator[str]:
-    """Memory shared with other processes, from PyTorch's cache.
+    """Count tensors shared with other processes, in PyTorch's cache of shared storages.
 
-    The cache's key is (handle, offset) for opened memory, the handle for exported memory, and a file name for host
-    memory.
+    The cache's key is (handle, offset) for another process's memory that this process has opened, the handle for memory
+    that this process has exported, and a file name for host memory.
     """
     reductions = modules.get("torch.multiprocessing.reductions")
     if reductions is None:
@@ -33,7 +33,7 @@ def _shares(modules: Modules, _: Objects) -> Iterator[str]:
 
 
 def _groups(modules: Modules, _: Objects) -> Iterator[str]:
-    """The NCCL process groups. Each group has a thread that polls CUDA events, even if the group is unused."""
+    """Count the NCCL process groups. Each group has a thread that polls CUDA events, even if the group is unused."""
     distributed = modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         return
@@ -48,7 +48,7 @@ def _captures(modules: Modules, _: Objects) -> Iterator[str]:
     torch = modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
-    usual = torch.cuda.graph.default_capture_stream  # for all threads: torch allows one capture at a time
+    usual = torch.cuda.graph.default_capture_stream  # of all threads, as torch allows only one capture at a time
     if torch.cuda.is_current_stream_capturing() or (
         usual is not None and streams.capturing(usual.device_index, usual.cuda_stream)
     ):
@@ -61,7 +61,7 @@ def _capturing(modules: Modules) -> bool:
 
 
 def _profilers(modules: Modules, objects: Objects) -> Iterator[str]:
-    """The profilers that record or warm up: CUPTI is active in both phases."""
+    """Report profilers that are recording or warming up, because CUPTI is active in both phases."""
     profiler, monitor = modules.get(_PROFILE), modules.get("torch.profiler._cupti_monitor")
     warming = any(one.enabled and one.entered and one.kineto_results is None for one in objects.get(_PROFILE, ()))
     if warming or (profiler is not None and profiler._is_profiler_enabled):
@@ -71,7 +71,7 @@ def _profilers(modules: Modules, objects: Objects) -> Iterator[str]:
 
 
 def _free_workspaces(modules: Modules) -> None:
-    """Free PyTorch's cuBLAS workspaces, as its own tests do before they search for leaks.
+    """Free PyTorch's cuBLAS workspaces, as PyTorch's own tests do before they search for leaks.
 
     Does nothing if a CUDA graph has a private pool: the graph may still use a workspace from before its capture.
     """

@@ -1,7 +1,8 @@
 """PyTorch in the shared pool, through its `cudaMallocAsync` backend, which allocates from the current pool.
 
-Torch's import fixes the backend, so `prepare` selects it in the environment before (measured with torch 2.11). Torch's
-in-use bytes are the pool's remainder: its own statistics describe the device's default pool, with all users.
+The backend cannot change after torch's import, so `prepare` selects it in the environment before the import (measured
+with torch 2.11). memguard attributes to torch all in-use bytes of the pool that no other framework counts: torch's own
+statistics describe the device's default pool with all its users.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ _SELECTED = f"backend:{_BACKEND}"
 _UNIT = 512
 _NEW, _OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 _FIRST_WITH_NEW = (2, 10)
-"""The first torch that needs only the new variable. Older ones always read the old variable."""
+"""The first torch version that needs only PYTORCH_ALLOC_CONF. Older versions always read PYTORCH_CUDA_ALLOC_CONF."""
 
 
 class PooledTorch(Torch):
-    """Torch's `cudaMallocAsync` backend over the shared pool."""
+    """Torch with the backend `cudaMallocAsync`, which allocates from the shared pool."""
 
     pooled = True
 
@@ -39,7 +40,8 @@ class PooledTorch(Torch):
         self.shared_pool = shared_pool
 
     def prepare(self, undo: Undo) -> None:
-        """Select the backend in the variable that the user has set, or in the one that this torch reads."""
+        """Select the backend in the environment variable that the user has set, or else in the variable that this torch
+        reads."""
         names = [name for name in (_NEW, _OLD) if os.environ.get(name)]
         for name in names:
             chosen = re.search(r"backend\s*:\s*([^\s,]+)", os.environ[name])
@@ -72,7 +74,7 @@ class PooledTorch(Torch):
         return applied._replace(enforcement=Enforcement.WATCHED, notes=(*applied.notes, note))
 
     def usage(self, device: Device) -> Usage | None:
-        """Bytes in use in the pool that no other framework counts. None while torch is not live."""
+        """The pool's in-use bytes that no other framework counts. None while torch is not live."""
         torch = sys.modules.get("torch")
         live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
         if live is None or not live() or device.uuid not in self._pools:
@@ -81,7 +83,8 @@ class PooledTorch(Torch):
         return Usage(in_use, in_use, 0)
 
     def footprint(self, size: int) -> int:
-        """The bytes that it takes from the pool, which may have idle memory for them."""
+        """The bytes that the request takes from the pool. The pool may serve them from idle memory, without the
+        driver."""
         return round_up(size, _UNIT)
 
     def drift(self) -> Sequence[Drift]:
@@ -110,7 +113,7 @@ class PooledTorch(Torch):
 
 
 def _put_back(name: str, ours: str, before: str | None) -> None:
-    """Restore the variable, unless other code has set it since."""
+    """Restore the environment variable, unless other code has changed it since."""
     if os.environ.get(name) != ours:
         return
     if before is None:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 def probe(report: ProbeReport) -> None:
-    """Import PyTorch, list its devices and compute. The probe of a CPU build ends after the import."""
+    """Import PyTorch, list its devices and compute. A CPU build of PyTorch ends the probe after the import."""
     with report.stage("import"):
         import torch
 
@@ -32,8 +32,8 @@ def probe(report: ProbeReport) -> None:
 
 
 def _cudnn(torch: object) -> dict[str, str]:
-    """The versions of the build's cuDNN and of the loaded one, from the functions behind
-    `torch.backends.cudnn.version()`, which may raise."""
+    """The cuDNN versions that torch was built with and has loaded, without `torch.backends.cudnn.version()`, which may
+    raise."""
     found = {}
     module = getattr(getattr(torch, "_C", None), "_cudnn", None)
     for name, call in (("cudnn", "getCompileVersion"), ("cudnn_loaded", "getRuntimeVersion")):

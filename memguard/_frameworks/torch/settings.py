@@ -1,5 +1,4 @@
-"""Reads the settings of torch's allocator from a loaded torch, the environment and the installation. Never imports
-torch."""
+"""Reads the settings of torch's allocator from a loaded torch, the environment and the installation."""
 
 from __future__ import annotations
 
@@ -17,7 +16,8 @@ from memguard.errors import ConflictingSetting
 
 
 def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
-    """Raise ConflictingSetting if the environment disables caching, which the cap needs, or sets a looser fraction."""
+    """Raise ConflictingSetting if the environment disables caching, which the cap needs, or sets a fraction above the
+    cap."""
     if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
         raise ConflictingSetting(
             "torch",
@@ -37,7 +37,8 @@ def refuse(devices: Sequence[Device], caps: Mapping[str, int]) -> None:
 
 
 def configured() -> tuple[str, str]:
-    """The name and text of the variable that configures PyTorch's allocator. PYTORCH_ALLOC_CONF takes precedence."""
+    """The name and text of the environment variable that configures PyTorch's allocator. PYTORCH_ALLOC_CONF takes
+    precedence."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if os.environ.get(name):
             return name, os.environ[name]
@@ -45,7 +46,7 @@ def configured() -> tuple[str, str]:
 
 
 def expandable(torch: Any) -> bool:
-    """Whether a live torch's allocator uses expandable segments. Reads the environment if torch does not report it."""
+    """True if a live torch's allocator uses expandable segments. Reads the environment if torch does not report it."""
     try:
         return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
     except (AttributeError, KeyError, RuntimeError):
@@ -54,7 +55,7 @@ def expandable(torch: Any) -> bool:
 
 def idle_in_private_pools(torch: Any, ordinal: int) -> int:
     """Idle bytes of private pools on this GPU. 0 if torch does not report them, or reports them only together with its
-    allocation history. The call lists all blocks, without a CUDA call: fast enough after a refused request, too slow
+    allocation history. Lists all blocks without a CUDA call, which is fast enough after a refused request and too slow
     for polling.
     """
     try:
@@ -79,8 +80,8 @@ def stat(stats: Mapping[str, Any], name: str, kind: str) -> int | None:
 
 
 def never_held(stats: Mapping[str, Any]) -> bool:
-    """True if torch never held memory on this GPU. Also tests the sum of all allocations, which a reset of the peak
-    does not clear."""
+    """True if torch never held memory on this GPU. Also tests the sum of all allocations, because the user can reset
+    the peak but not this sum."""
     known = [stat(stats, "reserved_bytes", kind) for kind in ("current", "peak", "allocated")]
     return known[:2] == [0, 0] and not known[2]
 
@@ -95,13 +96,13 @@ def looser(setting: str, allowed: int, cap: int) -> ConflictingSetting:
 
 
 def cuda_version() -> str | None:
-    """The CUDA version that torch was built for (`'13.0'`), read from its `version.py` as text; None without CUDA."""
+    """The CUDA version that torch was built for (`'13.0'`), read from the text of `version.py`; None without CUDA."""
     match = re.search(r"^cuda\s*(?::[^=]*)?=\s*'([^']+)'", _about(), re.MULTILINE)
     return match[1] if match else None
 
 
 def version() -> tuple[int, int] | None:
-    """torch's version, read from its `version.py`; None if unknown."""
+    """torch's major and minor version, read from the text of `version.py`; None if unknown."""
     match = re.search(r"^__version__\s*(?::[^=]*)?=\s*'(\d+)\.(\d+)", _about(), re.MULTILINE)
     return (int(match[1]), int(match[2])) if match else None
 

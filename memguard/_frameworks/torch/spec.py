@@ -1,4 +1,4 @@
-"""What memguard knows about PyTorch, as a `FrameworkSpec`: names, measured sizes, error patterns."""
+"""PyTorch's `FrameworkSpec`: names, measured sizes and error patterns that the budget, plan and reports read."""
 
 from memguard._base.framework_spec import ErrorPattern, Examined, Exchanged, FrameworkSpec, Option
 from memguard._base.units import MIB
@@ -77,7 +77,7 @@ SPEC = FrameworkSpec(
             "torch asks NVML for figures only after a request was refused",
             "NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator",
         ),
-        # Page-locked memory can raise CUDA's error 2 too.
+        # Not certain: a failed allocation of page-locked memory also raises CUDA's error 2.
         ErrorPattern("gpu", False, "error 2 of an early torch", r"cuda runtime error \(2\)"),
     ),
     figures=(

@@ -132,7 +132,7 @@ class Lease:
         look: Look | None,
         hurry: bool = False,
     ) -> None:
-        heard, due, last = None, float("-inf"), False
+        heard, due, last, busy = None, float("-inf"), False, False
         wakeup = WakeupFifo(self.store.folder)
         try:
             while not self.held:
@@ -161,9 +161,14 @@ class Lease:
                     if self._read(hurry) is not False:
                         self._change(self._look, hurry)
                 except BusyDatabaseError:
-                    if not hurry:
+                    if not hurry or busy:
                         raise
-                    # Its claim is in the queue, and this look was too short to see what has become of it.
+                    # One poll may meet a writer. Two in a row, a second in all, mean that another program holds the
+                    # database, which must not keep a process off its GPUs.
+                    busy = True
+                    self.store.patient_again()
+                    continue
+                busy = False
                 if look is not None:
                     look(self._seen)
                 due = time.monotonic() + self._pause(wakeup)
@@ -213,8 +218,8 @@ class Lease:
         hurry: bool = False,
     ) -> None:
         """Claim it again, after all who wait already. Several threads may: they share one place in the queue. In a
-        `hurry` no look at the database waits longer than `Store.read_soon` does; once the claim is in the queue, a
-        database in use by others only delays the next look.
+        `hurry` no access to the database waits longer than `Store.read_soon` does. Once the claim is in the queue, two
+        accesses in a row must fail: then MemguardError is raised.
 
         Raises as `take`; then it is as `leave` left it, unless another thread still waits. NotActive too if it is given
         back meanwhile.

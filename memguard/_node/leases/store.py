@@ -152,6 +152,10 @@ class Store:
         _in_vain.pop(self.path, None)
         return found
 
+    def patient_again(self) -> None:
+        """The next `read_soon` or `change_soon` waits BRIEF seconds again."""
+        _in_vain.pop(self.path, None)
+
     def _soon(self, call: Callable[[float], T]) -> T:
         try:
             return call(0.0 if time.monotonic() - _in_vain.get(self.path, -math.inf) < _REMEMBERED else BRIEF)

@@ -22,7 +22,8 @@ Ranks = Literal["refuse", "independent"]
 
 @dataclass(frozen=True)
 class Policy:
-    """The arguments of `memguard.retry`. `times` None means one retry, or as many as the size can shrink."""
+    """The arguments of `memguard.retry`. `times` None allows one retry, or with `shrink` as many as the size can
+    shrink."""
 
     times: int | None = None
     floor: int = 1
