@@ -1,1 +1,1 @@
-"""PyCUDA: the adapter, its pools and its contexts."""
+"""PyCUDA: the adapter that caps it, and the handling of its pools and contexts."""
