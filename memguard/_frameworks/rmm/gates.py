@@ -1,7 +1,7 @@
-"""The functions of RMM that wait while the process is suspended.
+"""Lists the RMM functions that memguard makes wait while the process is suspended.
 
-Whether these functions release the GIL is unknown. RMM calls the driver in C. The table omits methods that start with
-two underscores, as RMM's types are written in C.
+Whether these functions release the GIL is unknown, because RMM calls the driver from C. The table omits methods whose
+names start with two underscores: RMM's types are compiled, so memguard cannot replace these methods.
 """
 
 from __future__ import annotations
