@@ -12,8 +12,8 @@ before each allocation that could exceed the cap, the adapter checks that the po
 set. If `set_allocator` selects another pool later, the new pool and the earlier ones share the cap.
 
 Before a request fails, the adapter asks the guard, which applies the budget, for memory (`_request_room`): the guard
-trims other frameworks on this GPU or raises this cap. The adapter holds no lock during that call. It reads the bytes
-that a trim would release from CuPy's own index of idle blocks (`blocks.py`).
+trims other frameworks on this GPU or raises this cap. The adapter holds no lock during that call. CuPy's own
+index of idle blocks shows the bytes that a trim would release (`blocks.py`).
 
 The cap does not cover the CUDA context and its modules, cuBLAS and cuSOLVER workspaces, allocations within
 `using_allocator`, or allocations made by calling another pool's `malloc` directly.
@@ -115,7 +115,7 @@ class CuPy(Limits, resource.RmmClient):
     def usage(self, device: Device) -> Usage | None:
         """Usage from the pool's `total_bytes` (0.15 µs) and `used_bytes`. Reads idle blocks only if the two differ."""
         cupy: Any = sys.modules.get("cupy")
-        if cupy is None or getattr(getattr(cupy, "__spec__", None), "_initializing", False):  # inlines `_imported`
+        if cupy is None or getattr(getattr(cupy, "__spec__", None), "_initializing", False):  # `_imported`, inlined
             return None
         here = contexts.current()
         if here is None and not contexts.initialised():
@@ -136,13 +136,13 @@ class CuPy(Limits, resource.RmmClient):
         return usage_of((held, used, idle, None, None, None))
 
     def _reclaimable(self, uuid: str, ordinal: int, held: int, used: int) -> int | None:
-        """Cached bytes that a trim would release; None if CuPy or the driver does not report them."""
+        """The bytes that a trim would release; None if unknown. Reuses a recent result."""
         now, last = time.monotonic(), self._idle.get(ordinal)
         if last is not None and last[0] == held and last[1] == used and now - last[2] < blocks.FRESH:
             return last[3]
         found = self._returned_by_trim(uuid, ordinal)
         if found is not None:
-            found = min(found, max(held - used, 0))  # `found` is whole pages; `held` is requested bytes
+            found = min(found, max(held - used, 0))  # `found` counts whole pages, `held` requested bytes
         self._idle[ordinal] = held, used, now, found
         return found
 
@@ -197,7 +197,7 @@ class CuPy(Limits, resource.RmmClient):
         return True
 
     def trim(self, device: Device) -> None:
-        """Call `free_all_blocks()` of the current and earlier pools: it frees every unsplit idle block on this GPU."""
+        """Call `free_all_blocks()` of the current and earlier pools: frees every unsplit idle block on this GPU."""
         cupy = _imported()
         if cupy is None or not contexts.initialised():
             return
@@ -210,7 +210,7 @@ class CuPy(Limits, resource.RmmClient):
     @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
         with self._lock:
-            for ordinal in list(self._limited):  # small requests may not have detected a new limit
+            for ordinal in list(self._limited):  # detect limits that the user has set since the last check
                 self._call_on_device(ordinal, functools.partial(self._enforce_limit, ordinal))
             caps_before, limited_before = self._caps, dict(self._limited)
             self._caps = dict(caps)
@@ -410,7 +410,7 @@ class CuPy(Limits, resource.RmmClient):
         return None
 
     def _retry_with_room(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
-        """Retry a refused request after other frameworks released memory or the cap rose. None if the retry fails."""
+        """Ask the guard for memory and retry a refused request. None if the guard finds none or the retries fail."""
         if self.capturing():
             return None
         if pool.free_bytes():  # above its limit, CuPy refuses without freeing its idle blocks
@@ -528,7 +528,7 @@ class CuPy(Limits, resource.RmmClient):
             back = next((limited for former, limited in self._former if former is pool), {})
             self._former = [entry for entry in self._former if entry[0] is not pool]
             self._former.append((self._pool, self._limited))
-            for ordinal, (before, limit) in back.items():  # restores the user's limit, which `_limit_here` reads
+            for ordinal, (before, limit) in back.items():  # restore the user's limit, which `_limit_here` reads
                 if self._call_on_device(ordinal, limit_of, pool) == limit:
                     self._call_on_device(ordinal, functools.partial(limit_to, before), pool)
             self._pool, self._allocate, self._limited = pool, capped, {}

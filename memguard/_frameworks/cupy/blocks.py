@@ -2,8 +2,8 @@
 
 `free_all_blocks` frees an idle block only if the block is unsplit. CuPy does not report the bytes of such blocks, but
 since 14.1 its single-GPU pool has an index of idle blocks for CuPy's own tests (`_debug_arena_get_index`). If the index
-is missing or has another form, `Blocks` returns None. CuPy does not free an idle block while a Python object references
-it. So `Blocks` keeps no reference: one C call reads sizes and addresses, and no other Python thread runs during it.
+is missing or has another form, `Blocks` returns None. CuPy does not free an idle block that a Python object references.
+So `Blocks` keeps no reference: one C call reads sizes and addresses, and no other Python thread runs meanwhile.
 
 The driver packs allocations of up to 1 MiB ("pieces") into 2 MiB slabs, and frees a slab with its last piece. CuPy's
 pool counts the pieces' bytes, not the slabs, and reports neither driver allocations nor frees. So `Pieces` records each
@@ -55,11 +55,11 @@ class Blocks:
         self._unreadable = False
 
     def reclaimable(self, pool: Any, ordinal: int, pieces: Callable[[int], int] | None = None) -> int | None:
-        """Bytes that `free_all_blocks()` would return to the driver; None if this CuPy lacks the index.
+        """The bytes that `free_all_blocks()` would return to the driver; None if the index is missing or unreadable.
 
         `pieces` returns the number of recorded pieces, of all frameworks, in the slab at an address. A slab counts as
-        returned if it contains as many idle blocks as recorded pieces. If it contains more idle blocks, it counts only
-        if they fill the slab: otherwise the slab may also contain unrecorded pieces of other frameworks.
+        returned if the number of idle blocks in the slab equals the number of recorded pieces. A slab with more idle
+        blocks counts only if they fill the slab, because it may contain unrecorded pieces of other frameworks.
         """
         one = self._of_one_gpu(pool, ordinal)
         rows = self._rows(one) if one is not None and one.n_free_blocks() <= MOST else None
@@ -196,7 +196,7 @@ class Pieces:
             return
         with self._lock:
             if self._dropping:
-                return  # this call interrupts another `drop_freed`, which does the work
+                return  # this call has interrupted `drop_freed`, which continues
             self._dropping = True
             try:
                 self._drop_freed(total)

@@ -36,7 +36,7 @@ def _capturing(modules: Modules) -> bool:
 
 
 def _work_areas(modules: Modules) -> int | None:
-    """Bytes of CuPy's pool that the work areas of cached FFT plans use, on this thread's current GPU.
+    """Bytes of CuPy's pool that the work areas of this thread's cached FFT plans use on the current GPU.
 
     CuPy has one plan cache for each thread and GPU. memguard does not clear these caches, because a CUDA graph may
     still use a plan's work area.

@@ -22,7 +22,7 @@ LIMIT = "CUPY_GPU_MEMORY_LIMIT"
 
 
 class Limits(Framework):
-    """The part of CuPy's adapter that limits pools. CuPy's current pool and its earlier pools share the cap."""
+    """Base class of CuPy's adapter that limits the pools. CuPy's current pool and its earlier pools share the cap."""
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -57,7 +57,7 @@ class Limits(Framework):
             if 0 < before < cap:
                 self._add_note(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
-            elif before > cap:  # set before CUDA was initialised; warn instead of failing the allocation
+            elif before > cap:  # set before memguard could read it; warn, do not fail the allocation
                 self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
             self._pool.set_limit(size=cap)
             found = self._pool.get_limit()

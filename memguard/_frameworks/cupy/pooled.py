@@ -37,7 +37,7 @@ class PooledCuPy(PooledCapped, CuPy):
 
     def __init__(self, host: Any, shared_pool: SharedPool) -> None:
         super().__init__(host, shared_pool)
-        self._live_sizes: dict[int, dict[int, int]] = {}  # by ordinal, then by address
+        self._live_sizes: dict[int, dict[int, int]] = {}  # allocated bytes, by ordinal and address
 
     def _live(self, module: Any) -> bool:
         return bool(self._live_sizes) or (not self._caps and super()._live(module))
@@ -119,7 +119,7 @@ class PooledCuPy(PooledCapped, CuPy):
         pointer, capped = memory.MemoryPointer, self.shared_pool.capped
 
         class Counted(memory.MemoryAsync):  # type: ignore[name-defined, misc]
-            """An allocation in the shared pool. memguard counts it until CuPy frees it."""
+            """An allocation in the shared pool, which memguard counts until CuPy frees the memory."""
 
             _among: dict[int, int] | None = None
 
@@ -135,7 +135,7 @@ class PooledCuPy(PooledCapped, CuPy):
                 else:
                     self._ends()
 
-            def _ends(self) -> None:  # stop counting before CuPy frees the block: its address may be reused after
+            def _ends(self) -> None:  # runs before CuPy's free, after which the address may be reused
                 if self._among is not None:
                     self._among.pop(self.ptr, None)
                 inherited = getattr(super(), "__del__", None)

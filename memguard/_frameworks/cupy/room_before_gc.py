@@ -1,9 +1,10 @@
 """Replaces the name `gc` in CuPy's pool module, so that other frameworks release memory before a garbage collection.
 
 Before it refuses a request, CuPy runs Python's garbage collector: once if the request exceeds the pool's limit, twice
-if the driver refused it. With several frameworks loaded, each collection takes tenths of a second. So memguard first
-makes the other frameworks release memory, and skips the collection if they released enough. The replacement affects
-CuPy's pool module only, and only requests of the capped allocator. CuPy (since 14.1) holds no lock when it calls `gc`.
+if the driver refused the request. With several frameworks loaded, each collection takes tenths of a second. So memguard
+first makes the other frameworks release memory, and skips the collection if they released enough. The replacement
+affects CuPy's pool module only, and only requests of the capped allocator. CuPy (since 14.1) holds no lock when it
+calls `gc`.
 """
 
 from __future__ import annotations

@@ -25,12 +25,12 @@ class Figures:
         self.pages = DriverPages(slabs[uuid])
         self.in_use = self.peak = 0
         self.blocks: dict[Block, None] = {}
-        """All blocks that `pages` counts, as a set with an order."""
+        """All blocks that `pages` counts, as keys."""
         self.freed: deque[tuple[Any, Block]] = deque()
         """The driver's result and the block, for each block that was freed and that `apply` has not yet removed."""
         self._resting: dict[Block, None] = {}  # blocks without an array: their free is pending, or they are pooled
         self._changes = 0
-        self._reclaimable = (0, 0)  # for `reclaimable`: `_changes` at its last computation, and the result
+        self._reclaimable = (0, 0)  # `_changes` when `reclaimable` was last computed, and the result
 
     def count_allocated(self, block: Block) -> None:
         """Count a block that the driver has just allocated."""
@@ -53,7 +53,8 @@ class Figures:
         self._resting.pop(block, None)
 
     def count_ended(self, block: Block, memory: BlockOwner | None) -> bool:
-        """Record that the block's array was freed, so that the block's free is pending. False if it had no array.
+        """Record that the block's array was freed, so that the block's free is pending. False if the block had
+        no array.
 
         Sets `memory._freed` of the array in the same uninterruptible step, because another array may soon use the
         block.

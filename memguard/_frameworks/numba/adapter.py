@@ -1,4 +1,4 @@
-"""Caps Numba by a memory manager (EMM plugin) with a pool of freed blocks, which checks the cap at each allocation.
+"""Caps Numba by a memory manager (EMM plugin) that checks the cap at each allocation and pools freed blocks.
 
 Measured: the plugin must be set before Numba creates its context. Numba itself has no pool: each array is one driver
 allocation. Numba defers frees until more than ten frees, or more than a fifth of the GPU's memory, are pending. The cap
@@ -10,7 +10,7 @@ that created the context, so memguard identifies a GPU by its CUDA ordinal. All 
 
 The cap does not cover the context and its modules, managed memory, arrays owned by other code (`as_cuda_array`), or the
 device copies of host arrays passed to a kernel: numba-cuda 0.30.4 allocates these copies through cuda.core
-(`_to_strided_memory_view`), not through its memory manager.
+(`_to_strided_memory_view`), not through the memory manager.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Numba(resource.RmmClient):
                 "it was live before memguard.init(): its context keeps its memory manager",
                 "call memguard.init() before Numba's first array or kernel",
             )
-        from memguard._frameworks.numba import watch  # imported here: a module of memguard that needs Numba
+        from memguard._frameworks.numba import watch  # this module needs an imported Numba
         from memguard._frameworks.numba.manager import capped
 
         manager: Any = type(live[0]) if live else capped(driver)  # the manager of an earlier budget
@@ -106,7 +106,7 @@ class Numba(resource.RmmClient):
             replaced.undo()
             if driver._memory_manager is manager:
                 driver._memory_manager = self._user_manager
-            manager.memguard = self._manager = None  # existing contexts keep this manager; it no longer caps
+            manager.memguard = self._manager = None  # existing contexts keep this manager, without a cap
             _free_pooled(manager.groups)
 
         def streams_are_others() -> None:
@@ -171,7 +171,7 @@ class Numba(resource.RmmClient):
         self._shrink(device, needed)
 
     def _shrink(self, device: Device, needed: int | None) -> None:
-        """Free pending and pooled blocks: `needed` bytes, or all if it is None."""
+        """Free at least `needed` bytes of pending and pooled blocks, or all such blocks if `needed` is None."""
         for context in numba_contexts():
             manager = context.memory_manager
             pending = getattr(manager, "deallocations", None)
@@ -225,8 +225,8 @@ class Numba(resource.RmmClient):
             group.lock = ordered(threading.RLock(), LockOrder.ALLOCATOR)
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
-        """Ask the guard, for a failed request, to trim other frameworks or raise the cap. Returns True if it did.
-        Callers have released the managers' lock."""
+        """Ask the guard, for a failed request, to trim other frameworks or raise the cap. True if memory was released
+        or the cap rose. Callers have released the managers' lock."""
         shortage = attached_shortage(error, self.name, uuid, size)
         return shortage is not None and uuid in self.caps and not self.capturing() and self._request_room(shortage)
 

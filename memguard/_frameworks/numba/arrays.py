@@ -1,7 +1,7 @@
 """The exchange adapter of Numba's device arrays.
 
-If Numba is the producer, the consumer waits for the array's stream; if the array has no stream, it waits for all work
-of the context. If Numba is the consumer, the stream that the user passed waits for the producer and becomes the array's
+If Numba is the producer, the consumer waits for the array's stream or, if the array has no stream, for all work of
+the context. If Numba is the consumer, the stream that the user passed waits for the producer and becomes the array's
 stream; without a stream, the host waits.
 """
 

@@ -4,7 +4,7 @@ Finalizers run at any time and on any thread, even inside `memalloc` on the same
 change a block's state and the bytes in use, and append the block to the pool or to the freed blocks. A signal handler,
 or a finalizer that allocates, may run within another allocation. So a request's bytes are reserved before the driver
 call, and a block always has exactly one owner. A Ctrl-C leaks no block, because the block's `Memory` frees it. Numba's
-own code can leak memory, also without memguard: if a Ctrl-C interrupts it between a driver call and the use of the
+own code can leak memory, also without memguard: if a Ctrl-C comes between a driver call and the use of the
 result, or before the first statement of an array's finalizer.
 """
 
@@ -39,7 +39,7 @@ class Owner(Protocol):
 
 
 def capped(driver: Any) -> type:
-    """Create a memory manager class for Numba. It enforces the caps of the adapter in its attribute `memguard`."""
+    """Create a memory manager class for Numba that enforces the caps of the adapter in the attribute `memguard`."""
     Memory, Pending = memories(driver), _pending_frees(driver)  # noqa: N806 (classes)
 
     class MemguardMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
@@ -74,7 +74,7 @@ def capped(driver: Any) -> type:
 
         def usage(self) -> tuple[int, int, int, int]:
             """The bytes held, in use and reclaimable, and the peak of the bytes in use. Does not wait for the lock,
-            because an allocation may hold it for long."""
+            which an allocation may hold for a long time."""
             figures = self.figures
             if self._freed or figures.pages.changes:
                 figures.apply_if_unlocked(self.group.lock)
@@ -200,8 +200,8 @@ def capped(driver: Any) -> type:
             )
 
         def _pools(self, cap: int | None) -> bool:
-            """True if a new block may later enter the pool: only if the manager's Numba context is current, because the
-            pool records CUDA events in that context."""
+            """True if a block allocated now may be pooled later. False unless the manager's Numba context is current,
+            because the pool records CUDA events in that context."""
             if not self.pooling or cap is None:
                 return False
             if self._home is None:
@@ -210,11 +210,11 @@ def capped(driver: Any) -> type:
             return self._home != 0 and contexts.current_handle() == self._home
 
         def drop(self, memory: Any) -> None:
-            """Make the free of a block pending whose array was freed. Called by finalizers."""
+            """Queue the free of the block of a freed array as pending. Called by finalizers."""
             block: Block = memory._block
             size = block.requested
             try:
-                if self.figures.count_ended(block, memory):  # False if `reset` has freed the block
+                if self.figures.count_ended(block, memory):  # false if `reset` has freed the block
                     self.deallocations.add_item(self.carry_out, block, size)
                 elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before `count_used`
                     self._to_driver(block, NEW)
@@ -366,7 +366,8 @@ def _record() -> Sequence[Mark] | None:
 
 
 def _at_rest(context: Any) -> bool:
-    """True if all work on the context's legacy default stream is done. False if the context is not the GPU's primary
-    one as memguard has cached it. Raises DeviceError if the query would break a capture, or if CUDA refuses."""
+    """True if all work on the context's legacy default stream is done. False if the context is not the one that
+    memguard has cached as the GPU's primary context. Raises DeviceError if the query would break a capture, or if CUDA
+    refuses."""
     ordinal = int(context.device.id)
     return contexts.primary(ordinal) == handle_of(context) and bool(streams.quick_idle(ordinal, streams.LEGACY, None))

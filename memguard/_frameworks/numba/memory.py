@@ -1,4 +1,4 @@
-"""The memory objects of Numba's arrays: they free their block, and record whether other code has read its address."""
+"""The memory objects of Numba's arrays: they free the array's block, and record exports of the block's address."""
 
 from __future__ import annotations
 

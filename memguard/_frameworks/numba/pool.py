@@ -3,7 +3,7 @@
 Numba does not record which streams use an array; its `cuMemFree` is safe because it synchronises the GPU. This pool
 records CUDA events (`Mark`) instead: Numba carries out pending frees in batches (`_PendingDeallocs.clear`), and after
 each batch the pool records one set of events for all blocks of the batch. A block can be reused once these events have
-completed. If the GPU has no unfinished work then, no event is recorded. `watch.py` keeps a block out of the pool if
+completed. If the GPU has no unfinished work, the pool records no events. `watch.py` keeps a block out of the pool if
 work on it may run on a stream that these events do not cover.
 
 A finalizer, a signal handler, another thread's free or a Ctrl-C may interrupt any call. So only a block's `state` is
@@ -43,7 +43,7 @@ class Block:
     """One driver allocation of `size` bytes. `requested`: the bytes of the array that uses the block; 0 without one.
 
     The `size` of a block that may enter the pool (`pooled`) is rounded up to the driver's units (`driver_pages.whole`).
-    Such a block serves only requests that round up to the same size, so that its reuse wastes no memory. `pointer` is
+    Such a block serves only requests that round up to the same size, so that reuse wastes no memory. `pointer` is
     Numba's pointer object, None before the allocation; `buffer` is the driver's id of the allocation, if known.
     `exported`: code outside Numba has the address, and may use the memory on any stream.
     """
@@ -90,7 +90,7 @@ class Pool:
 
     def __init__(self, record: Callable[[], Sequence[Mark] | None]) -> None:
         self.idle: dict[Block, None] = {}
-        """All blocks of the pool, in any state, as a set with an order."""
+        """All blocks of the pool, in any state, as keys."""
         self.unmarked: deque[Block] = deque()
         self._record = record
         self._marked: deque[Batch] = deque()
@@ -156,7 +156,7 @@ class Pool:
             queue, collected = self._ready.get(size), True
 
     def wait(self, size: int, owner: BlockOwner) -> Block | None:
-        """Like `take`, but if blocks of this size have unfinished work, wait for that work."""
+        """Like `take`, but if work on all blocks of this size is unfinished, wait for such work."""
         if self.unmarked:
             self.mark()
         block = self.take(size, owner)

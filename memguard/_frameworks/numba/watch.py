@@ -9,8 +9,8 @@ while Numba has no other stream (`default_alone`).
 
 An address is exported if code outside Numba may use it. Numba's own kernels and copies read an address without
 exporting it. Any other reader (the CUDA array interface, `device_ctypes_pointer`, an IPC handle, `gpu_data.handle`)
-exports the block. All readers use the same attributes of Numba's pointers, so memguard distinguishes them by the code
-that calls. In a version of Numba that memguard does not know, every block counts as exported.
+exports the block. All readers use the same attributes of Numba's pointers, so memguard distinguishes them by the
+calling code. In a version of Numba that memguard does not know, every block counts as exported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM is set."""
 _NEEDED = ("Stream", "Context", "MemoryPointer", "_stream_handle", "_to_core_stream")
 
 _lost: weakref.WeakSet[ModuleType] = weakref.WeakSet()
-"""Numba's driver modules that have used a stream which events do not cover, or whose streams were not watched."""
+"""Numba's driver modules that have used an uncovered stream, or whose streams were at some time not watched."""
 
 
 def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None]) -> bool:
@@ -121,7 +121,7 @@ def default_alone() -> bool:
 
 
 class EndedStreams:
-    """CUDA events for the work of destroyed streams: CUDA does not document whether the legacy stream waits for it.
+    """CUDA events for destroyed streams: CUDA does not document whether the legacy stream waits for their work.
 
     So a finalizer records a CUDA event on each stream before Numba destroys the stream.
     """
@@ -133,8 +133,7 @@ class EndedStreams:
         self._lives = Counter[int]()  # by handle: the number of destroyed contexts that had it
 
     class SharedMark:
-        """A CUDA event that several batches of the pool wait for. It is closed when it completes, not with the first
-        batch."""
+        """A CUDA event for which several batches of the pool wait. Closing one batch does not close the event."""
 
         def __init__(self, mark: streams.Mark, context: int) -> None:
             self.mark, self.context = mark, context
@@ -166,7 +165,7 @@ class EndedStreams:
         """Remove the completed events and return the others. Raises DeviceError if a query fails."""
         for shared in self.marks.copy():
             if shared.passed():
-                with contextlib.suppress(ValueError):  # another thread removed it
+                with contextlib.suppress(ValueError):  # another thread has removed `shared`
                     self.marks.remove(shared)
                     shared.mark.close()
         return self.marks.copy()
@@ -184,7 +183,7 @@ ended = EndedStreams()
 
 
 class Addresses:
-    """Distinguishes exports of an address from reads by Numba's own kernels and copies, by the code that reads it."""
+    """Distinguishes exports of an address from reads by Numba's own kernels and copies, by the calling code."""
 
     def __init__(self, driver: Any, arrays: Any) -> None:
         array, pointer = getattr(arrays, "DeviceNDArrayBase", None), driver.MemoryPointer

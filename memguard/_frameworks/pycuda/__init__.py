@@ -1,1 +1,1 @@
-"""PyCUDA: the adapter that caps it, and the handling of its pools and contexts."""
+"""PyCUDA: the adapter that caps PyCUDA's allocations, and the tracking of its pools and contexts."""

@@ -122,7 +122,7 @@ class PyCUDA(Framework):
             held, peak = pages.held(), self._peak[uuid]
             idle = pages.returned_by(pieces) if pieces else 0
         if not pools and not held and not peak:
-            return None  # PyCUDA works on another GPU, or has not allocated yet
+            return None  # PyCUDA uses another GPU, or has not allocated yet
         return usage_of((held, in_use, idle, None, None, peak))
 
     def _uncounted(self, device: Device) -> Usage | None:
@@ -149,7 +149,7 @@ class PyCUDA(Framework):
         self._shrink(device.uuid, needed)
 
     def _shrink(self, uuid: str, needed: int | None) -> None:
-        """Free idle blocks: `needed` bytes, or all if it is None."""
+        """Free at least `needed` bytes of idle blocks, or all idle blocks if `needed` is None."""
         drv = sys.modules.get("pycuda.driver")
         if drv is None or not self._caps:
             return
@@ -210,7 +210,7 @@ class PyCUDA(Framework):
         with self._lock:
             self._events = []
             for pool in self._all():
-                pool.close()  # disable `hit`: it would not record its allocations
+                pool.close()  # `hit` would serve requests without recording them
 
         def stop() -> list[TraceEvent]:
             events, self._events = self._events or [], None
@@ -348,7 +348,7 @@ class PyCUDA(Framework):
                 for pool in self._all():
                     pool.forget()
                 self._last = None
-                self._own.clear()  # live arrays keep their pool alive
+                self._own.clear()  # a live array keeps its pool alive
                 others.clear()
                 self._caps, self._mem_alloc = {}, None
 
@@ -372,7 +372,7 @@ class PyCUDA(Framework):
         with self._lock:
             handle = current.handle
             former = pool = self._own.get(handle)
-            if pool is not None and pool.dead():  # a new context has the handle of a destroyed one
+            if pool is not None and pool.dead():  # the handle now belongs to a new context
                 self._retire(pool)
                 pool = None
             elif pool is not None and pool.empty() and pool.made_in is not current and not self._primary(handle):
@@ -424,8 +424,8 @@ class PyCUDA(Framework):
             more -= 1  # after the `except` block, which frees the error and its frames
 
     def _room_for(self, error: BaseException, uuid: str, requested: int) -> bool:
-        """Ask the guard, for a failed request, to trim other frameworks or raise the cap. Returns True if it did. Asks
-        nothing if this thread holds the adapter's lock."""
+        """Ask the guard, for a failed request, to trim other frameworks or raise the cap. True if memory was released
+        or the cap rose. Does nothing if this thread holds the adapter's lock."""
         shortage = attached_shortage(error, self.name, uuid, requested)
         if shortage is None or uuid not in self._caps or self.capturing():
             return False
@@ -484,7 +484,7 @@ class PyCUDA(Framework):
             if cap is None or fits(cap):
                 try:
                     taken = take()
-                except drv.MemoryError as error:  # attach the size, which the driver's error lacks
+                except drv.MemoryError as error:  # the driver's error lacks the size: attach it
                     attach_shortage(error, requested, needed, full=True)
                     if last or cap is None:
                         raise
@@ -576,8 +576,8 @@ class PyCUDA(Framework):
     def _pools(self, uuid: str) -> list[Pool]:
         """The pools on this GPU, except those of destroyed contexts.
 
-        Every reading of memguard's ledger calls this method. So it does not check whether the primary context still
-        exists: the other frameworks keep that context alive.
+        Every usage reading calls this method. To save time, it does not check whether the primary context still exists:
+        the other frameworks keep that context alive.
         """
         pools = [pool for pool in list(self._own.values()) if pool.uuid == uuid]
         if pools:
@@ -635,7 +635,7 @@ def _swap_defaults(old: Any, new: Any) -> None:
     module = sys.modules.get("pycuda.gpuarray")
     if module is None:
         return
-    # While the module is being imported, it may lack the class. Functions defined later get the new default.
+    # During its import the module may lack the class. Functions that are defined later get the new default.
     methods = vars(getattr(module, "GPUArray", object)).values()
     for value in [*vars(module).values(), *methods]:
         if not isinstance(value, FunctionType):

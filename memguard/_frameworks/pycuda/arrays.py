@@ -42,7 +42,7 @@ class PyCUDAArrays(Arrays):
         return new_offer(("pycuda", view, x, None, context, threading.get_ident(), False))
 
     def place(self, view: View, device: int | None) -> int | None:
-        """The GPU whose context is current on this thread, because PyCUDA allocates only on that GPU."""
+        """The GPU of this thread's current context: PyCUDA allocates only there. Raises if `device` is another GPU."""
         here = contexts.current()
         if device is not None and device != here:
             raise self.refusal(

@@ -1,4 +1,4 @@
-"""Frees only some idle blocks of a PyCUDA pool, although the pool's `free_held` frees all of them.
+"""Frees only some idle blocks of a PyCUDA pool, although the pool's `free_held` frees all idle blocks.
 
 To keep a block, `SetAsideBlocks` allocates it from the pool before `free_held` and drops the allocation afterwards. A
 request of a bin's size gets an idle block of that bin, so these allocations take no driver memory. `Bin` records the
@@ -23,9 +23,8 @@ NEVER = sys.maxsize
 class Bin:
     """The blocks of one size, and one entry in `idle` for each block known to be idle.
 
-    When an allocation object ends, its weak reference calls `idle.append`, which is C code and so cannot be interrupted
-    by another thread. A request removes one entry before it calls the pool. So there are never more entries than idle
-    blocks.
+    When an allocation object is deleted, its weak reference calls `idle.append`: so a free runs no Python code. A
+    request removes one entry before it allocates from the pool. So there are never more entries than idle blocks.
     """
 
     __slots__ = ("enough", "freed", "held", "idle", "size")
@@ -90,11 +89,11 @@ class SetAsideBlocks:
                     found.idle.pop()
                 except IndexError:  # a concurrent `hit` removed the last entry
                     break
-                # One C call allocates and records the block, so that no interruption can lose it.
+                # One C call allocates and records the block, so that an interruption cannot lose the block.
                 self._taken.extend(zip((found,), map(self._allocate, (pool,), (found.size,)), strict=False))
                 if index(self._taken[-1][1]) in found.held:
                     self._refs.append(ref(self._taken[-1][1], found.freed))
-                else:  # a block that `held` lacks: `free_held` may free it
+                else:  # not in `held`: `free_held` may free this block
                     self._taken.pop()
         blocks = [(index(allocation), found.size) for found, allocation in self._taken]
         go = addresses_to_free(pages, blocks, needed)

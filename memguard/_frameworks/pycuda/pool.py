@@ -48,7 +48,7 @@ class Pool:
         self.context, self.uuid = context, uuid
         self.reference = pool
         self.own: Any = None
-        """PyCUDA's pool object, if memguard created the pool; a user's pool must not be kept alive."""
+        """PyCUDA's pool object, if memguard created the pool. None for a user's pool, which must not be kept alive."""
         self.peak_room = -1
         """If `active_bytes` exceeds this number, `hit` calls `on_new_peak`, because a new peak is possible."""
         self.on_new_peak: Callable[[Pool], None] = lambda _: None
@@ -61,7 +61,7 @@ class Pool:
         self._allocate = raw.allocate
         self._set_aside = SetAsideBlocks(raw.allocate)
         self.wanted = 0
-        """Idle bytes that another thread needs but cannot free. A later request on a thread that can, frees them."""
+        """The idle bytes that another thread needs but cannot free. The adapter frees them on a suitable thread."""
         self._bins: dict[int, Bin] = {}
         self._bin_at: dict[int, Bin] = {}
         self._ids: dict[int, int | None] = {}
@@ -76,8 +76,8 @@ class Pool:
         self._refreshed = -1, -1
         """The pool's `managed_bytes` and `_known_bytes` after `refresh` last searched for freed blocks."""
         self._earlier_bytes: int = pool().managed_bytes
-        """The bytes of blocks that the pool allocated before the budget. When such a block serves a request, it is
-        recorded."""
+        """The bytes of blocks that the pool allocated before the budget. A block is recorded when it serves
+        a request."""
 
     def hit(self, pool: Any, size: int) -> Any:
         """Allocate an idle block of PyCUDA's `pool`. None if no such block is recorded, or if a check fails."""
@@ -97,7 +97,7 @@ class Pool:
             return None
         try:
             allocation = self._allocate(pool, size)
-        except Exception:  # the caller repeats the request on the slow path, which reports errors
+        except Exception:  # the caller then allocates without `hit`, and reports errors
             return None
         reference = ref(allocation, found.freed)
         address, held = index(allocation), found.held
@@ -159,7 +159,7 @@ class Pool:
         return allocation
 
     def reachable(self, context: int | None) -> bool:
-        """True if this thread can free the pool's idle blocks. `context` is the handle of its current PyCUDA context.
+        """True if this thread, whose current PyCUDA context is `context`, can free the pool's idle blocks.
 
         On a thread that did not create the pool, PyCUDA leaks freed memory unless the context object of the pool's
         creation is current. memguard has that object for its own pools, and pushes it on a thread without a context.
@@ -233,7 +233,7 @@ class Pool:
         try:
             try:
                 self.close()
-                set_aside.end()  # does something only if a Ctrl-C interrupted the last call
+                set_aside.end()  # has an effect only if a Ctrl-C interrupted the last call
                 if needed is not None and self._keeps_idle:
                     set_aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
                 self._free_rest(pool, free_held)
@@ -260,7 +260,7 @@ class Pool:
             where.record_allocation(address, small_block)
         else:
             small_block = None
-        # Forget the witness block: its free would look like the end of the context.
+        # Forget the witness block (`_choose_witness`): its free would look like the end of the context.
         self._witness, self.memory_exists = None, _unknown
         try:
             free_held(pool)
@@ -298,7 +298,7 @@ class Pool:
             self._refreshed = managed, self._known_bytes
 
     def refreshed_figures(self) -> tuple[int, list[tuple[int, int]]]:
-        """Refresh, and return `active_bytes` and the address and size of each idle block, which a trim would free."""
+        """Refresh; return `active_bytes`, and the address and size of each idle block, which a trim would free."""
         pool = self.reference()
         if pool is None or pool.managed_bytes != self._earlier_bytes + self._known_bytes or not self._known_bytes:
             self.refresh()
@@ -442,7 +442,7 @@ class Pool:
 
     def _forget(self, address: int, known: int | None) -> None:
         """Stop counting the block with this address and driver id `known`. Does nothing if a signal handler has already
-        removed the block, even if it has recorded another one at the address."""
+        removed the block, and possibly recorded another block at the address."""
         pages = self._pages
         # No call before `changes.append`, so that no signal handler runs in between.
         if address not in self._bin_at or self._ids[address] != known:
@@ -458,7 +458,7 @@ class Pool:
         pages.apply_changes()
 
     def _choose_witness(self) -> None:
-        """Choose a witness block: while the driver reports its id at its address, the pool's context exists."""
+        """Choose a witness block: while the driver reports this block's id, the pool's context exists."""
         self._witness, self.memory_exists = None, _unknown
         for address in list(self._ids):
             known = self._ids.get(address)

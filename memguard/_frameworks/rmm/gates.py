@@ -1,7 +1,7 @@
 """Lists the RMM functions that memguard makes wait while the process is suspended.
 
-Whether these functions release the GIL is unknown, because RMM calls the driver from C. The table omits methods whose
-names start with two underscores: RMM's types are compiled, so memguard cannot replace these methods.
+RMM calls the driver from C; whether these functions release the GIL is unknown. The table omits methods whose names
+start with two underscores, because such methods of types written in C cannot be replaced.
 """
 
 from __future__ import annotations

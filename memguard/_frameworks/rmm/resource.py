@@ -2,7 +2,7 @@
 
 RMM's `LimitingResourceAdaptor` counts the bytes of live allocations. A `CudaMemoryResource` caches nothing, so for this
 resource the live bytes are also the held bytes, and the cap holds. A pool resource may hold more than the live bytes,
-so memguard only watches a framework that uses one: it reports, but does not cap. The adaptor counts requested bytes;
+so memguard reports, but does not cap, a framework with a pool resource. The adaptor counts requested bytes;
 the driver's pages may take more. At the limit RMM raises the built-in MemoryError (measured).
 
 RMM has one resource per GPU for all frameworks that use it: the cap of the first framework becomes the limit, which a
@@ -49,8 +49,7 @@ class Limit:
         return Usage(size, size, 0)
 
     def drift(self) -> list[Drift]:
-        """A drift for each GPU whose current resource does not allocate through the adaptor, as after
-        `rmm.reinitialize`."""
+        """Report each GPU whose current resource does not allocate through the adaptor, as after `rmm.reinitialize`."""
         rmm: Any = sys.modules.get("rmm")
         now = {n: rmm.mr.get_per_device_resource(n) for n in list(self.standing)} if rmm is not None else {}
         return self.lost + [
@@ -67,7 +66,7 @@ class RmmClient(Framework):
     """Base class of an adapter whose framework can use RMM as its allocator.
 
     A subclass decorates its methods with `unless_rmm`: while RMM is the allocator, this class's methods of the same
-    name run instead. RMM's limit cannot change, so `resize` is the one of `Framework`, which raises.
+    name run instead. RMM's limit cannot change, so `resize` raises, as `Framework.resize` does.
     """
 
     def __init__(self, host: Host) -> None:
@@ -103,7 +102,7 @@ def unless_rmm(own: _Method) -> _Method:
 
 
 def is_cupys(allocator: Any) -> bool:
-    """True if `allocator`, which CuPy uses, is RMM's."""
+    """True if `allocator`, CuPy's current allocator, is RMM's."""
     return str(getattr(allocator, "__module__", "")).startswith("rmm.")
 
 
