@@ -410,7 +410,7 @@ class CuPy(Limits, resource.RmmClient):
         return None
 
     def _retry_with_room(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
-        """Ask the guard for memory and retry a refused request. None if the guard finds none or the retries fail."""
+        """Ask the guard for memory and retry a refused request. Returns None if every retry fails."""
         if self.capturing():
             return None
         if pool.free_bytes():  # above its limit, CuPy refuses without freeing its idle blocks

@@ -78,7 +78,7 @@ class Figures:
                 entry = freed[0]
                 block = entry[1]
                 self._resting.pop(block, None)
-                if block in self.blocks:  # false if a signal handler has removed it
+                if block in self.blocks:  # a signal handler may have removed the block
                     del self.blocks[block]
                     self._changes += 1
                     pages.changes.append((pages.apply_remove, block.address, block.size))
@@ -87,7 +87,7 @@ class Figures:
                     freed.popleft()
         except IndexError:
             pass
-        if pages.changes:  # left over if a Ctrl-C interrupted the last call
+        if pages.changes:  # a Ctrl-C interrupted the last call
             pages.apply_changes()
 
     def apply_if_unlocked(self, lock: Any) -> None:

@@ -214,7 +214,7 @@ def capped(driver: Any) -> type:
             block: Block = memory._block
             size = block.requested
             try:
-                if self.figures.count_ended(block, memory):  # false if `reset` has freed the block
+                if self.figures.count_ended(block, memory):  # `reset` may already have freed the block
                     self.deallocations.add_item(self.carry_out, block, size)
                 elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before `count_used`
                     self._to_driver(block, NEW)

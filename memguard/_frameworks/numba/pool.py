@@ -114,7 +114,7 @@ class Pool:
             if not batch.blocks:
                 return
             for block in batch.blocks:
-                if block.state is FREED:  # false if another thread already records events for the block
+                if block.state is FREED:  # another thread may already record events for it
                     block.state = batch
             marks = self._record()
             if marks is not None:
@@ -176,7 +176,7 @@ class Pool:
             state = block.state
             if block in self.idle:
                 yield block, state
-        if self.idle:  # an interruption added blocks
+        if self.idle:  # an interruption added blocks: keep the queues
             return
         self._ready.clear()
         try:
@@ -215,7 +215,7 @@ class Pool:
                         block.state = READY
                         queue.append(block)
             try:
-                if self._marked[0] is batch:  # false if a signal handler has already removed it
+                if self._marked[0] is batch:  # a signal handler may have removed the batch
                     self._marked.popleft()
                     batch.close()
             except IndexError:

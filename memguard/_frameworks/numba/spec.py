@@ -1,4 +1,4 @@
-"""Numba's `FrameworkSpec`: the names, measured sizes and settings by which memguard handles Numba."""
+"""Numba's `FrameworkSpec`: static properties that the budget, plan, reports and simulation read."""
 
 from memguard._base.framework_spec import Examined, Exchanged, FrameworkSpec
 from memguard._base.units import MIB

@@ -153,7 +153,7 @@ class EndedStreams:
         life = self._lives[context]
 
         def mark() -> None:
-            if self._lives[context] == life:  # the context still exists; for a destroyed one the driver crashes
+            if self._lives[context] == life:  # on a stream of a destroyed context the driver crashes
                 if len(self.marks) > self._most:
                     self._most = max(_MOST_ENDED, 2 * len(self.unfinished()))
                 with contexts.capture_safe():

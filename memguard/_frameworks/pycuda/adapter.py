@@ -243,7 +243,7 @@ class PyCUDA(Framework):
                     return allocation
             current = current_context(drv) if replaced.active else None
             if current is None or size <= 0:
-                return raw_alloc(size)  # raises PyCUDA's own error
+                return raw_alloc(size)  # let PyCUDA raise its own error
             return self._allocate(drv, lambda: self._pool_here(drv, current, raw_pool), size)
 
         def mem_alloc_pitch(width: int, height: int, access_size: int) -> Any:

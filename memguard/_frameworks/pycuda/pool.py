@@ -132,7 +132,7 @@ class Pool:
             lives = self.memory_exists
             if lives():
                 return False
-            if self.memory_exists is lives:  # false if a signal handler chose another witness block
+            if self.memory_exists is lives:  # no signal handler has chosen another witness block
                 return True
         return False
 
@@ -233,7 +233,7 @@ class Pool:
         try:
             try:
                 self.close()
-                set_aside.end()  # has an effect only if a Ctrl-C interrupted the last call
+                set_aside.end()  # in case a Ctrl-C interrupted the last call
                 if needed is not None and self._keeps_idle:
                     set_aside.take(pool, list(self._bins.values()), self._small, self._pages, needed)
                 self._free_rest(pool, free_held)
@@ -280,7 +280,7 @@ class Pool:
         known = found.held.get(address) if found is not None else None
         if found is None or known is None or known() is not allocation:
             return False
-        if address in found.held:  # false if a signal handler has freed the block
+        if address in found.held:  # a signal handler may have freed the block
             # Remove the weak reference: when the allocation object ends, its callback must not record a second free.
             found.held[address] = None
             found.freed(None)
@@ -464,7 +464,7 @@ class Pool:
             known = self._ids.get(address)
             if known is not None:
                 lives = contexts.watch(address, known)
-                if self._ids.get(address) == known:  # false if a signal handler has freed the block
+                if self._ids.get(address) == known:  # a signal handler may have freed the block
                     self._witness, self.memory_exists = address, lives
                     if self.context_id is None:
                         self.context_id = contexts.current_id(self.context)

@@ -1,4 +1,4 @@
-"""PyCUDA's `FrameworkSpec`: the names, measured sizes and error patterns by which memguard handles PyCUDA."""
+"""PyCUDA's `FrameworkSpec`: static properties that the budget, plan, reports and simulation read."""
 
 from fractions import Fraction
 
