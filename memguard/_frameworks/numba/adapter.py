@@ -97,7 +97,7 @@ class Numba(resource.RmmClient):
         from memguard._frameworks.numba import watch  # this module needs an imported Numba
         from memguard._frameworks.numba.manager import capped
 
-        manager: Any = type(live[0]) if live else capped(driver)  # the manager of an earlier budget
+        manager: Any = type(live[0]) if live else capped(driver)  # reuse the class of an earlier budget
         replaced, self._user_manager = Replacements(), before
 
         def restore() -> None:
@@ -152,7 +152,7 @@ class Numba(resource.RmmClient):
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         if not isinstance(managers[0], self._manager or ()):
-            return Usage(None, None)  # Numba's memory manager is not memguard's
+            return Usage(None, None)  # memguard does not count this manager's memory
         group: ManagerGroup = managers[0].group
         if managers[0].alone():
             held, in_use, reclaimable, peak = managers[0].usage()

@@ -45,7 +45,7 @@ class PooledNumba(PooledBlocks, Numba):
         if not all(hasattr(manager, "memguard_client") for manager in live):
             why = "it was live before memguard.init(): its context keeps its memory manager"
             raise CapNotApplied(self.name, why, "call memguard.init() before Numba's first array or kernel")
-        manager: Any = type(live[0]) if live else joined(driver)  # the manager of an earlier budget
+        manager: Any = type(live[0]) if live else joined(driver)  # reuse the class of an earlier budget
         replaced, self._user_manager = Replacements(), before
 
         def restore() -> None:
