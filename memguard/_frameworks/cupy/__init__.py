@@ -1,1 +1,1 @@
-"""CuPy: the adapter, and the count of driver slabs that CuPy's pool uses."""
+"""CuPy: the adapter that caps its memory pool, and the accounting of the driver memory behind that pool."""

@@ -1,21 +1,22 @@
-"""Caps CuPy by the limit of its memory pool on each device, and rounds requests up to the driver's pages.
+"""Caps CuPy by setting its memory pool's limit on each GPU, and rounds requests up to the driver's 2 MiB pages.
 
-Measured: a `MemoryPool` refuses a request that would exceed its limit by the pool's own count, and the limit can
-change. Reading the current device initialises CUDA, so the adapter sets a pool's limit at the first allocation on its
-device. The pool counts requested bytes, not the driver's pages (220 MiB counted, 398 taken, for 200 arrays of 1.1 MiB
-on an H200). So the adapter rounds each request up to pages, and uses the requested size only if the request takes no
-new page. The limit of `MemoryAsyncPool` is the release threshold of a pool that all frameworks share, so the adapter
-only watches that pool.
+Measured: a `MemoryPool` refuses a request that would raise its `total_bytes()` above its limit, and the limit can be
+changed at any time. Reading the current device initialises CUDA, so the adapter sets the limit for a GPU at the first
+allocation there. The pool counts requested bytes, not driver pages (220 MiB counted, 398 MiB taken, for 200 arrays of
+1.1 MiB on an H200). So the adapter rounds each request up to whole pages, and passes the unrounded size only if the
+allocation takes no new page. The limit of a `MemoryAsyncPool` is the release threshold of a driver pool that all
+frameworks share, so the adapter reports the usage of such a pool, but does not cap it.
 
-Methods of the pool's class cannot be replaced. So at each allocation that could exceed the cap, the adapter compares
-the pool's limit with the cap. If `set_allocator` selects another pool later, that pool shares the cap with the former
-ones.
+CuPy's pool class is compiled and its methods cannot be replaced, so memguard cannot intercept `set_limit`. Instead,
+before each allocation that could exceed the cap, the adapter checks that the pool still has the limit that memguard
+set. If `set_allocator` selects another pool later, the new pool and the earlier ones share the cap.
 
-Before it refuses a request, the adapter requests room from siblings (`_request_room`), without a lock. From CuPy's own
-index of its idle blocks it reads the bytes that a trim would release (`blocks.py`).
+Before a request fails, the adapter asks the guard, which applies the budget, for memory (`_request_room`): the guard
+trims other frameworks on this GPU or raises this cap. The adapter holds no lock during that call. CuPy's own
+index of idle blocks shows the bytes that a trim would release (`blocks.py`).
 
-Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, allocations within `using_allocator`, and direct
-allocations by the user from pools other than CuPy's current one.
+The cap does not cover the CUDA context and its modules, cuBLAS and cuSOLVER workspaces, allocations within
+`using_allocator`, or allocations made by calling another pool's `malloc` directly.
 """
 
 from __future__ import annotations
@@ -47,26 +48,28 @@ from memguard._frameworks.rmm import resource
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 _MOST_SIZES = 4096
-"""The most request sizes whose rounded size is cached."""
+"""The maximum number of request sizes whose rounded sizes are cached."""
 _TRIES = 2
-"""The most room requests for one allocation: it may first exceed the cap, and then find too little free memory on the
-GPU."""
+"""The maximum number of `_request_room` calls for one allocation: the first for a request above the cap, the second if
+the GPU then has too little free memory."""
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
 
 
 class CuPy(Limits, resource.RmmClient):
-    """CuPy's default memory pool, or the pool that was its allocator when the cap was applied."""
+    """Caps the `MemoryPool` that is CuPy's allocator when the cap is applied: by default CuPy's default pool."""
 
     spec = SPEC
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
         self._blocks = blocks.Blocks()
-        self._idle: dict[int, tuple[int, int, float, int | None]] = {}  # last reading: held, used, time, result
+        # By ordinal, the last computation of `_reclaimable`: held bytes, used bytes, time, result.
+        self._idle: dict[int, tuple[int, int, float, int | None]] = {}
         self._allocate: Callable[[int], Any] | None = None
         self._gc_replacement: GcReplacement | None = None
-        self._shares: dict[int, int] = {}  # cache of `whole_share` by size
-        self._user_allocators: dict[Callable[[int], Any], Callable[[int], Any]] = {}  # by the capped allocator
+        self._shares: dict[int, int] = {}  # cached results of `whole_share`, by requested size
+        # For each capped allocator, the user's allocator that it replaces.
+        self._user_allocators: dict[Callable[[int], Any], Callable[[int], Any]] = {}
         self._raw_set: Callable[..., None] | None = None
         self._drifted: Sequence[Drift] = []
         self._watched = False
@@ -110,9 +113,9 @@ class CuPy(Limits, resource.RmmClient):
         return Applied(Enforcement.ENFORCED)
 
     def usage(self, device: Device) -> Usage | None:
-        """Usage from the pool's `total_bytes` (0.15 µs) and `used_bytes`, and from its idle blocks if there are any."""
+        """Usage from the pool's `total_bytes` (0.15 µs) and `used_bytes`. Reads idle blocks only if the two differ."""
         cupy: Any = sys.modules.get("cupy")
-        if cupy is None or getattr(getattr(cupy, "__spec__", None), "_initializing", False):  # inlines `_imported`
+        if cupy is None or getattr(getattr(cupy, "__spec__", None), "_initializing", False):  # `_imported`, inlined
             return None
         here = contexts.current()
         if here is None and not contexts.initialised():
@@ -122,7 +125,7 @@ class CuPy(Limits, resource.RmmClient):
             return None
         if cupy.cuda.get_allocator() is not self._allocate and self._swapped_for(cupy) is not None:
             with contexts.pushed(ordinal) as there:
-                return Usage(None, None) if there else None  # other allocators do not report their bytes
+                return Usage(None, None) if there else None  # the user's allocator does not report its bytes
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         total = self._totals_here(ordinal) if here == ordinal else self._totals(ordinal)
@@ -133,18 +136,18 @@ class CuPy(Limits, resource.RmmClient):
         return usage_of((held, used, idle, None, None, None))
 
     def _reclaimable(self, uuid: str, ordinal: int, held: int, used: int) -> int | None:
-        """Cached bytes that a trim would release; None if CuPy or the driver does not report them."""
+        """The bytes that a trim would release; None if unknown. Reuses a recent result."""
         now, last = time.monotonic(), self._idle.get(ordinal)
         if last is not None and last[0] == held and last[1] == used and now - last[2] < blocks.FRESH:
             return last[3]
         found = self._returned_by_trim(uuid, ordinal)
         if found is not None:
-            found = min(found, max(held - used, 0))  # CuPy counts cached bytes without the rest of their pages
+            found = min(found, max(held - used, 0))  # `found` counts whole pages, `held` requested bytes
         self._idle[ordinal] = held, used, now, found
         return found
 
     def _returned_by_trim(self, uuid: str, ordinal: int) -> int | None:
-        """The bytes that a trim would release to the driver."""
+        """The bytes that a trim of the current and earlier pools would release to the driver; None if unknown."""
         found = 0
         known = slabs[uuid].pieces if ordinal in self._pieces else None
         with contexts.pushed(ordinal) as there:
@@ -161,8 +164,8 @@ class CuPy(Limits, resource.RmmClient):
         return found
 
     def trim_partly(self, device: Device, needed: int) -> None:
-        """Release at least `needed` bytes: the blocks of some streams, or a part of a driver pool, if that suffices;
-        else `trim`."""
+        """Release at least `needed` bytes: free the idle blocks of some streams, or trim an async pool to a smaller
+        size. If neither is possible, call `trim`."""
         cupy = _imported()
         ordinal = self._by_uuid().get(device.uuid) if cupy is not None and contexts.initialised() else None
         if ordinal is None:
@@ -179,14 +182,14 @@ class CuPy(Limits, resource.RmmClient):
             self.trim(device)
 
     def _trim_to(self, cupy: Any, pool: Any, ordinal: int, needed: int) -> bool:
-        """Trim the driver pool of a `MemoryAsyncPool` on the current GPU to release only `needed` bytes. False if that
-        is impossible."""
+        """Trim the driver pool of a `MemoryAsyncPool` on the current GPU to release only `needed` bytes. False if CuPy
+        has no handle of the pool, or the driver refuses."""
         handles = getattr(pool, "_pools", None)  # the driver's pool handles, by ordinal
         if not isinstance(handles, list) or ordinal >= len(handles):
             return False
         from memguard._devices import pools
 
-        cupy.cuda.get_current_stream().synchronize()  # runs the pending frees, as CuPy's own trim does
+        cupy.cuda.get_current_stream().synchronize()  # completes frees queued on the stream, as CuPy's own trim does
         try:
             pools.trim_to(handles[ordinal], max(int(pool.total_bytes()) - needed, 0))
         except DeviceError:
@@ -194,7 +197,7 @@ class CuPy(Limits, resource.RmmClient):
         return True
 
     def trim(self, device: Device) -> None:
-        """`free_all_blocks()`, which frees every unsplit block of this device."""
+        """Call `free_all_blocks()` of the current and earlier pools: frees every unsplit idle block on this GPU."""
         cupy = _imported()
         if cupy is None or not contexts.initialised():
             return
@@ -207,7 +210,7 @@ class CuPy(Limits, resource.RmmClient):
     @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
         with self._lock:
-            for ordinal in list(self._limited):  # small requests skip this comparison
+            for ordinal in list(self._limited):  # detect limits that the user has set since the last check
                 self._call_on_device(ordinal, functools.partial(self._enforce_limit, ordinal))
             caps_before, limited_before = self._caps, dict(self._limited)
             self._caps = dict(caps)
@@ -215,7 +218,7 @@ class CuPy(Limits, resource.RmmClient):
                 for uuid, ordinal in self._by_uuid().items() if contexts.initialised() else ():
                     if ordinal in self._limited and uuid in caps:
                         before, _ = self._limited[ordinal]
-                        cap = min(caps[uuid], before or caps[uuid])  # a stricter limit of the user stays
+                        cap = min(caps[uuid], before or caps[uuid])  # keep the user's limit if it is stricter
                         cap = max(cap - self._held_by_former_pools(ordinal), 1)
                         self._record_limit(ordinal, before, cap)
                         self._call_on_device(ordinal, functools.partial(limit_to, cap))
@@ -241,7 +244,7 @@ class CuPy(Limits, resource.RmmClient):
             return []
         own = getattr(cupy.cuda.memory, "_get_thread_local_allocator", None)  # None if this CuPy lacks the function
         if own is not None and own() is not None:
-            # Within `cupy.cuda.using_allocator`, CuPy does not report the allocator of other threads.
+            # Within `cupy.cuda.using_allocator`, CuPy reports only this thread's allocator: return the last result.
             return self._drifted
         self._drifted = self._drift(cupy)
         return self._drifted
@@ -264,8 +267,8 @@ class CuPy(Limits, resource.RmmClient):
         return []
 
     def communicating(self) -> bool:
-        """Whether a communicator of `cupyx.distributed` is live. Searches all objects, as CuPy keeps no list of
-        communicators."""
+        """True if a communicator of `cupyx.distributed` is live. Searches all Python objects, because CuPy keeps no
+        list of communicators."""
         kind = getattr(sys.modules.get("cupyx.distributed._nccl_comm"), "NCCLBackend", None)
         return kind is not None and any(
             type(one) is kind and getattr(one, "_comm", True) is not None for one in gc.get_objects()
@@ -295,7 +298,8 @@ class CuPy(Limits, resource.RmmClient):
         get_device, refusal, count, seen = cupy.cuda.runtime.getDevice, cupy.cuda.memory.OutOfMemoryError, 0, set[int]()
 
         def malloc_and_limit(size: int) -> Any:
-            """Call the pool's `malloc`, and limit the pool on each new device. Used until all devices are limited."""
+            """Call the pool's `malloc`. Before the first allocation on a GPU, set the pool's limit there. Used until
+            CuPy has allocated on all GPUs."""
             nonlocal count, malloc, total_bytes, get_limit
             count = count or _device_count(cupy)
             ordinal = get_device()
@@ -307,15 +311,15 @@ class CuPy(Limits, resource.RmmClient):
             if len(seen) == count:
                 malloc = pool.malloc
                 one = _pool_of(memory) if count == 1 else None
-                if one is not None:  # the single-GPU pool to which CuPy's pool delegates
+                if one is not None:  # call the only GPU's own pool directly, without the `MemoryPool`
                     malloc, total_bytes, get_limit = one.malloc, one.total_bytes, one.get_limit
             return memory
 
         malloc = malloc_and_limit
 
         def refused(error: MemoryError, size: int, rounded: int) -> Any:
-            """Retry a refused request. Returns the memory; or reports the refusal and returns None, and the caller
-            raises the error."""
+            """Retry a refused request. If every retry fails, report the refusal and return None: the caller then raises
+            `error`."""
             if not isinstance(error, refusal):
                 return None
             ordinal = get_device()
@@ -328,12 +332,12 @@ class CuPy(Limits, resource.RmmClient):
                 self._report_refusal_on(attach_size(error, size), ordinal, size)
             return memory
 
-        # Each allocation runs `allocate`, and each closure variable slows it. So rarely used functions are attributes
-        # of `self`.
+        # Each allocation runs `allocate`, and each closure variable slows it. So `allocate` reads rarely used functions
+        # from `self`.
         def allocate(size: int) -> Any:
-            """CuPy's allocator under a memguard budget. It rounds to the driver's pages; the pool enforces the
+            """CuPy's allocator under a memguard budget. Rounds the size up to driver pages; the pool enforces the
             limit."""
-            # Inlines `whole_share` for simple sizes and cached sizes.
+            # `whole_share` is inlined for speed; `_share` computes only small sizes that are not yet cached.
             if size > SMALL:
                 if get_limit() != self._limit:
                     self._enforce_limit(_device_here())
@@ -367,7 +371,7 @@ class CuPy(Limits, resource.RmmClient):
         return allocate
 
     def _share(self, size: int) -> int:
-        """`whole_share`, cached."""
+        """Return `whole_share(size)`, and cache it."""
         if len(self._shares) >= _MOST_SIZES:
             self._shares.clear()
         found = self._shares[size] = whole_share(size)
@@ -375,16 +379,16 @@ class CuPy(Limits, resource.RmmClient):
 
     def _record_piece(self, memory: Any) -> None:
         """Record the driver allocation of a small request that changed the pool's total, on this thread's current
-        device."""
+        GPU."""
         pieces = self._pieces.get(_device_here())
         if pieces is not None:
             pieces.took(memory.ptr)
 
     def _retry_alone(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
-        """Retry a refused request without trimming siblings. None if the retry fails.
+        """Retry a refused request without trimming other frameworks. Returns None if the retry fails.
 
-        It retries the rounded size if former pools released memory, else the requested size. The requested size takes
-        no driver memory if an idle part of a block or a gap of a slab serves it.
+        Retries the rounded size if earlier pools have released memory, else the requested size. The requested size
+        takes no new driver memory if it fits in an idle block of the pool, or in free space of a 2 MiB driver slab.
         """
         if self._raise_limit(ordinal):
             with contextlib.suppress(refusal):
@@ -401,12 +405,12 @@ class CuPy(Limits, resource.RmmClient):
             return None
         if pool.total_bytes() == before or (gap and pieces is not None and pieces.in_known_slab(memory.ptr)):
             return memory
-        del memory  # the request opened a slab or took pages, and so exceeded the cap
+        del memory  # the allocation took a new slab or new pages, and so exceeds the cap
         pool.free_all_blocks()
         return None
 
     def _retry_with_room(self, ordinal: int, pool: Any, size: int, rounded: int, refusal: type[BaseException]) -> Any:
-        """Retry a refused request after siblings released memory or the cap rose. None if the retry fails."""
+        """Ask the guard for memory and retry a refused request. Returns None if every retry fails."""
         if self.capturing():
             return None
         if pool.free_bytes():  # above its limit, CuPy refuses without freeing its idle blocks
@@ -425,18 +429,18 @@ class CuPy(Limits, resource.RmmClient):
         return None
 
     def _install_collector(self, memory: Any) -> None:
-        """Install `GcReplacement` if this version of CuPy holds no lock while it collects garbage: a version with the
-        index of idle blocks."""
+        """Install `GcReplacement` if CuPy holds no lock during garbage collection. That is so in the versions that have
+        the index of idle blocks."""
         one = getattr(memory, "SingleDeviceMemoryPool", None)
         if vars(memory).get("gc") is gc and hasattr(one, blocks.INDEX) and self._allocate is not None:
             self._gc_replacement = GcReplacement(self._make_room_first, self._allocate.__code__)
             memory.gc = self._gc_replacement
 
     def _make_room_first(self, size: int, rounded: int, full: bool) -> bool:
-        """Request room before CuPy collects garbage. Returns whether there is room. `full`: the driver refused.
+        """Make memory available before CuPy runs Python's garbage collector. Returns True on success.
 
-        First frees the pool's own idle blocks, which CuPy frees only after a collection if the request exceeds its
-        limit.
+        `full`: the driver refused the request; otherwise the pool's limit did. First frees the pool's own idle blocks,
+        because for a request above the limit CuPy frees them only after the garbage collection.
         """
         if self.on_shortage is None or self.capturing():
             return False
@@ -451,8 +455,9 @@ class CuPy(Limits, resource.RmmClient):
         return shortage is not None and self._request_room(shortage)
 
     def _shortage(self, ordinal: int, pool: Any, size: int, rounded: int, full: bool | None = None) -> Shortage | None:
-        """The shortage behind a refusal; None if reclaim cannot help: without a cap on this GPU, with a stricter limit
-        of the user, or for a former pool. The pool has already freed its unsplit blocks.
+        """Describe the shortage of a refused request. None if memory of other frameworks cannot help: if this GPU has
+        no cap, if the user's limit is stricter than the cap, or if `pool` is an earlier pool. The pool has already
+        freed its unsplit idle blocks.
         """
         uuid = self._uuid(ordinal)
         own, limit = self._limited.get(ordinal, (0, 0))
@@ -465,8 +470,8 @@ class CuPy(Limits, resource.RmmClient):
         return Shortage(self.name, uuid, size, round_up(rounded), full)
 
     def _report_refusal_on(self, error: BaseException, ordinal: int, size: int) -> None:
-        """Report a request that the pool refused. Its reclaimable bytes are 0, because the pool has freed its unsplit
-        blocks."""
+        """Report a request that the pool refused. The report's reclaimable bytes are 0, because the pool has freed its
+        unsplit idle blocks."""
         uuid = self._uuid(ordinal)
         if uuid in self._caps:
             _, limit = self._limited.get(ordinal, (0, 0))
@@ -474,7 +479,8 @@ class CuPy(Limits, resource.RmmClient):
             self._report_refusal(error, uuid, size, reclaimable=0, cap=own)
 
     def _replace(self, cupy: Any, undo: Undo) -> None:
-        """Apply the cap to allocators that the user sets later, or warn at once that it does not hold."""
+        """Replace `set_allocator` and `using_allocator`: cap a `MemoryPool` that the user sets later, and warn that any
+        other allocator is not capped."""
         replaced = Replacements()
         undo.add(self.name, replaced.undo)
 
@@ -510,7 +516,7 @@ class CuPy(Limits, resource.RmmClient):
         replaced.put(cupy.cuda, "using_allocator", using_allocator)
 
     def _switch_pool(self, cupy: Any, pool: Any, allocator: Callable[[int], Any]) -> None:
-        """Allocate from another pool. Its limit is the part of the cap that the former pools do not hold."""
+        """Make `pool` the capped pool. Its limit is the cap minus the bytes that earlier pools still hold."""
         with self._lock:
             if pool is self._pool:
                 capped = self._allocate
@@ -522,7 +528,7 @@ class CuPy(Limits, resource.RmmClient):
             back = next((limited for former, limited in self._former if former is pool), {})
             self._former = [entry for entry in self._former if entry[0] is not pool]
             self._former.append((self._pool, self._limited))
-            for ordinal, (before, limit) in back.items():  # restores the pool's own limit, which `_limit_here` reads
+            for ordinal, (before, limit) in back.items():  # restore the user's limit, which `_limit_here` reads
                 if self._call_on_device(ordinal, limit_of, pool) == limit:
                     self._call_on_device(ordinal, functools.partial(limit_to, before), pool)
             self._pool, self._allocate, self._limited = pool, capped, {}
@@ -555,7 +561,7 @@ class CuPy(Limits, resource.RmmClient):
         except Exception:
             self._allocate, self._pool, self._user_allocators = None, None, {}
             raise
-        # Last, so that an interrupted undo can be repeated.
+        # Reset these last, so that an interrupted undo can be repeated.
         self._allocate, self._pool, self._user_allocators = None, None, {}
 
     def _swapped_for(self, cupy: Any) -> str | None:
@@ -582,7 +588,8 @@ class CuPy(Limits, resource.RmmClient):
             return self._totals_here(ordinal) if there else None
 
     def _totals_here(self, ordinal: int) -> tuple[int, int] | None:
-        """Held and used bytes on the current context's GPU."""
+        """Held and used bytes of all pools on the GPU of the current CUDA context. None if CuPy has no memory and no
+        limit there."""
         pool = self._pool or self._queried_pool(sys.modules["cupy"])
         total, used = int(pool.total_bytes()), int(pool.used_bytes())
         for former, _ in self._former:
@@ -593,8 +600,8 @@ class CuPy(Limits, resource.RmmClient):
 
 
 def _pool_of(memory: Any) -> Any:
-    """The single-GPU pool of this memory, whose figures take 40 ns instead of 150 ns. None if this CuPy lacks the
-    attribute."""
+    """The single-GPU pool that allocated `memory`. Its `total_bytes()` takes 40 ns instead of the `MemoryPool`'s
+    150 ns. None if this CuPy lacks the attribute."""
     reference = getattr(getattr(memory, "mem", None), "pool", None)
     pool = reference() if isinstance(reference, weakref.ref) else None
     needed = ("malloc", "total_bytes", "get_limit")

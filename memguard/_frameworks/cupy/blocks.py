@@ -1,14 +1,14 @@
-"""Computes the bytes that CuPy's `MemoryPool` would release: the unsplit idle blocks of each stream.
+"""Computes the bytes that `free_all_blocks` of CuPy's `MemoryPool` would return to the driver.
 
-`free_all_blocks` frees an idle block only as a whole. CuPy has no public figure for these bytes, but since 14.1 its
-single-GPU pool has an index of idle blocks, for its own tests (`_debug_arena_get_index`). `Blocks` checks for the index
-before use; if it is missing or has another form, the result is None. CuPy does not free a referenced idle block. So
-`Blocks` keeps no reference: one C call reads sizes and addresses, during which no other Python thread runs.
+`free_all_blocks` frees an idle block only if the block is unsplit. CuPy does not report the bytes of such blocks, but
+since 14.1 its single-GPU pool has an index of idle blocks for CuPy's own tests (`_debug_arena_get_index`). If the index
+is missing or has another form, `Blocks` returns None. CuPy does not free an idle block that a Python object references.
+So `Blocks` keeps no reference: one C call reads sizes and addresses, and no other Python thread runs meanwhile.
 
-The driver frees a slab with its last piece, but the pool counts the bytes of its small allocations instead of their
-slabs, and does not report driver allocations and frees. So `Pieces` tracks them by address. If a small request
-allocated memory, the pool's total has grown. If that memory was freed, the driver reports another allocation id at its
-address.
+The driver packs allocations of up to 1 MiB ("pieces") into 2 MiB slabs, and frees a slab with its last piece. CuPy's
+pool counts the pieces' bytes, not the slabs, and reports neither driver allocations nor frees. So `Pieces` records each
+piece by address: a small request made a driver allocation if the pool's total grew, and a recorded piece was freed if
+the driver reports another allocation id at its address.
 """
 
 from __future__ import annotations
@@ -31,41 +31,42 @@ from memguard._devices import contexts
 from memguard._frameworks.driver_pages import SMALL, UNIT, DriverPages, Slabs
 
 MOST = 4096
-"""The most idle blocks to read, which takes 1.3 ms (measured, CuPy 14.2). With more, the result is None."""
+"""The maximum number of idle blocks to read (1.3 ms, measured with CuPy 14.2). For a pool with more, return None."""
 FRESH = 0.1
-"""Seconds for which a result is reused while the pool's own figures stay equal: the blocks may change while these
-figures stay equal."""
+"""Seconds for which a result is reused while the pool's held and used bytes are unchanged: the blocks may change even
+so."""
 _WITHIN = 0.02
-"""Seconds to wait at most for another thread's reading."""
+"""The maximum seconds to wait while another thread reads the index."""
 _FULL = GRANULE - 16 * UNIT
-"""In a slab with this many idle bytes, other frameworks' pieces have no significant room."""
+"""A slab with this many idle bytes of CuPy's is assumed to contain no pieces of other frameworks."""
 INDEX = "_debug_arena_get_index"
 _block = itemgetter(1)
 _figures = attrgetter("size", "mem.size", "mem.ptr")
 _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
-"""Whether Python may collect garbage within a C call. A finalizer that allocates would deadlock there, since its own
-thread holds the pool's lock."""
+"""True if Python may run the garbage collector within a C call. A finalizer that allocates from CuPy would then
+deadlock, because its own thread holds the pool's lock."""
 
 
 class Blocks:
-    """The idle blocks of CuPy's pools. Thread-safe."""
+    """Reads and frees the idle blocks of CuPy's pools. Thread-safe."""
 
     def __init__(self) -> None:
         self._locked = LockedRunner()
         self._unreadable = False
 
     def reclaimable(self, pool: Any, ordinal: int, pieces: Callable[[int], int] | None = None) -> int | None:
-        """Bytes that `free_all_blocks()` would return to the driver; None if this CuPy lacks the index.
+        """The bytes that `free_all_blocks()` would return to the driver; None if the index is missing or unreadable.
 
-        `pieces` returns the number of known pieces in an address's slab. A slab counts as returned if it contains no
-        known piece in use, or no room for other frameworks: unknown pieces of those may keep it allocated.
+        `pieces` returns the number of recorded pieces, of all frameworks, in the slab at an address. A slab counts as
+        returned if the number of idle blocks in the slab equals the number of recorded pieces. A slab with more idle
+        blocks counts only if they fill the slab, because it may contain unrecorded pieces of other frameworks.
         """
         one = self._of_one_gpu(pool, ordinal)
         rows = self._rows(one) if one is not None and one.n_free_blocks() <= MOST else None
         return None if rows is None else _returned(rows, pieces)
 
     def free(self, pool: Any, ordinal: int, needed: int) -> bool:
-        """Free the blocks of as many streams as return `needed` bytes together, the largest first, on the current GPU.
+        """Free the idle blocks of the fewest streams that together return `needed` bytes, on the current GPU.
 
         Frees nothing and returns False if all streams are needed, or if the index is missing.
         """
@@ -99,7 +100,7 @@ class Blocks:
         return None
 
     def _streams(self, one: Any) -> list[int]:
-        """The streams with blocks in the pool. Reading another stream's index would create the index."""
+        """The streams with blocks in the pool. Reading the index of any other stream would create that index."""
         for part in gc.get_referents(one):
             if type(part) is dict:
                 refs = list(part.items())
@@ -109,7 +110,7 @@ class Blocks:
 
     def _rows(self, one: Any, streams: Iterable[int] | None = None) -> list[tuple[int, int, int]] | None:
         """For each idle block its size, the size of the whole driver block, and its address. None if the index cannot
-        be read now."""
+        be read at present."""
         streams = self._streams(one) if streams is None else streams
         try:
             done = self._locked.run(_read, _WITHIN, getattr(one, INDEX), streams)
@@ -131,12 +132,12 @@ def _read(index: Callable[[int], Any], streams: Iterable[int]) -> list[tuple[int
             if collecting:
                 gc.enable()
     finally:
-        if collecting:  # repeated if a Ctrl-C interrupted the first call
+        if collecting:  # in case a Ctrl-C interrupted the first call
             gc.enable()
 
 
 def _returned(rows: Iterable[tuple[int, int, int]], pieces: Callable[[int], int] | None) -> int:
-    """The bytes that freeing all unsplit blocks returns to the driver: whole pages, and whole slabs."""
+    """The bytes of whole pages and whole slabs that the driver gets back if all unsplit idle blocks are freed."""
     found, slabs = 0, dict[int, tuple[int, int]]()
     for size, whole, address in rows:
         if size != whole:
@@ -154,22 +155,22 @@ def _returned(rows: Iterable[tuple[int, int, int]], pieces: Callable[[int], int]
 
 
 _MOST_NEW = 1000
-"""After this many new pieces, query the driver which pieces still exist, unless a reading has done so."""
+"""If this many new pieces are queued, `took` queries the driver which pieces still exist."""
 
 
 class Pieces:
-    """The pool's small driver allocations on one GPU. Its context must be current. Thread-safe."""
+    """Records the pool's small driver allocations on one GPU. That GPU's context must be current. Thread-safe."""
 
     def __init__(self, slabs: Slabs) -> None:
         self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may interrupt a call
         self._dropping = False
-        self._pages = DriverPages(slabs, whole=False)  # the pool's own figure counts the pieces' exact bytes
+        self._pages = DriverPages(slabs, whole=False)  # CuPy's pool counts the pieces' exact bytes
         self._there: dict[int, tuple[int, int]] = {}  # by address: size, and the driver's allocation id
         self._new: deque[tuple[int, int, int]] = deque()
         self._total = 0
 
     def took(self, address: int) -> None:
-        """Record a driver allocation that starts at this address, if it is small. Call it after the pool has grown."""
+        """Record the driver allocation that starts at this address, if it is small. Call after the pool has grown."""
         start, size = contexts.allocation(address) or (0, 0)
         number = contexts.buffer(address) if start == address and size <= SMALL else None
         if number is not None:
@@ -178,23 +179,24 @@ class Pieces:
                 self.drop_freed(self._total)
 
     def gap(self, size: int) -> bool:
-        """Whether a slab may have room for one more piece. Its gaps may be too short, or contain other frameworks'
-        pieces."""
+        """True if a slab may have free space for another piece of `size` bytes. The free space may be fragmented, or
+        contain other frameworks' pieces."""
         with self._lock:
             return self._pages.gap(size)
 
     def in_known_slab(self, address: int) -> bool:
-        """Whether this address's slab contains recorded pieces."""
+        """True if the slab at this address contains recorded pieces."""
         with self._lock:
             return self._pages.known(address)
 
     def drop_freed(self, total: int) -> None:
-        """Drop the freed pieces. It queries the driver (0.5 µs for each piece) only if the pool's `total` changed."""
+        """Stop counting freed pieces. Queries the driver (0.5 µs per piece) only if the pool's total changed or new
+        pieces are queued."""
         if total == self._total and not self._new:
             return
         with self._lock:
             if self._dropping:
-                return  # the interrupted call drops them
+                return  # this call has interrupted `drop_freed`, which continues
             self._dropping = True
             try:
                 self._drop_freed(total)
@@ -216,7 +218,7 @@ class Pieces:
                 self._pages.add(address, size)
 
     def forget(self) -> None:
-        """Forget every piece."""
+        """Stop counting all pieces."""
         with self._lock:
             self._new.clear()
             for address, (size, _) in list(self._there.items()):

@@ -1,8 +1,8 @@
-"""The functions of CuPy that wait while the process is suspended.
+"""Lists the CuPy functions that memguard makes wait while the process is suspended.
 
-From CuPy's sources: `cupy_backends/cuda/api/{runtime,driver}.pyx` release the GIL around each call that may wait,
-except queries and `memGetInfo`. CuPy's own code calls these functions in C and bypasses their names, so the table also
-lists CuPy's classes.
+From CuPy's sources: `cupy_backends/cuda/api/{runtime,driver}.pyx` release the GIL around each driver call that may
+block, except queries and `memGetInfo`. CuPy's own code calls these functions in C, so a replaced Python name does not
+affect those calls. The table therefore also lists methods of CuPy's classes.
 """
 
 from __future__ import annotations

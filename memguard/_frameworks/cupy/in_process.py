@@ -1,4 +1,4 @@
-"""Reads CuPy's state in the running process, for the doctor, suspension and retries."""
+"""Reads CuPy's state in the running process, for `memguard doctor`, suspension and OOM retries."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def _capturing(modules: Modules) -> bool:
 
 
 def _work_areas(modules: Modules) -> int | None:
-    """Bytes of CuPy's pool that its cache of FFT plans uses.
+    """Bytes of CuPy's pool that the work areas of this thread's cached FFT plans use on the current GPU.
 
-    Each thread has a cache for each GPU. memguard does not clear them, as a CUDA graph may still use a plan's work
-    area.
+    CuPy has one plan cache for each thread and GPU. memguard does not clear these caches, because a CUDA graph may
+    still use a plan's work area.
     """
     cache = modules.get("cupy.fft._cache")
     return None if cache is None else int(cache.get_plan_cache().get_curr_memsize())
 
 
 def _ranks(modules: Modules) -> int | None:
-    """The number of ranks of `cupyx.distributed`, found by searching all objects for its communicators, because CuPy
-    keeps no list of them."""
+    """The number of ranks of the largest `cupyx.distributed` communicator; None if there is none. Searches all Python
+    objects, because CuPy keeps no list of communicators."""
     kind = getattr(modules.get(_COMMUNICATORS), "NCCLBackend", None)
     if kind is None:
         return None

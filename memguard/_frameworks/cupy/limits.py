@@ -18,11 +18,11 @@ from memguard._frameworks.driver_pages import SMALL, slabs
 from memguard.errors import CapNotApplied, ConflictingSetting
 
 LIMIT = "CUPY_GPU_MEMORY_LIMIT"
-"""The environment variable with the user's limit for CuPy's own pool."""
+"""The environment variable by which the user limits CuPy's default pool."""
 
 
 class Limits(Framework):
-    """The pool limits of CuPy's adapter. CuPy's current pool and its former pools share the cap."""
+    """Base class of CuPy's adapter that limits the pools. CuPy's current pool and its earlier pools share the cap."""
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
@@ -30,18 +30,19 @@ class Limits(Framework):
         self._caps: dict[str, int] = {}
         self._limited: dict[
             int, tuple[int, int]
-        ] = {}  # by ordinal: the pool's own limit, and the one that memguard set
+        ] = {}  # by ordinal: the user's limit of the pool, and the limit that memguard set
         self._pieces: dict[int, Pieces] = {}
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
-        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []  # former pools, each with its `_limited`
-        # The limit if it is the same on all devices of `_limited`, and the total up to which a small request cannot
-        # exceed it. Both are -1 if the limits differ: then each request compares them. Before the first device no check
-        # is needed.
+        # Earlier pools, each with a dictionary like `_limited`.
+        self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []
+        # `_limit`: the limit, if it is the same on all GPUs of `_limited`. `_safe`: while the pool's total is at most
+        # this, a small request cannot exceed that limit, so `allocate` skips the check. If the limits differ, both are
+        # -1 and each request is checked. Until the first GPU is limited, no check is needed.
         self._limit, self._safe = -1, sys.maxsize
 
     def _limit_here(self, cupy: Any, ordinal: int, _: Any = None) -> None:
-        """Limit the pool on the current device of this thread. The pool's own stricter limit stays."""
+        """Limit the pool on this thread's current GPU to the cap, or to the user's limit if that is stricter."""
         with self._lock:
             uuid = self._uuid(ordinal)
             cap = self._caps.get(uuid)
@@ -56,7 +57,7 @@ class Limits(Framework):
             if 0 < before < cap:
                 self._add_note(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
-            elif before > cap:  # the user set it before memguard could read the GPU; do not fail the allocation
+            elif before > cap:  # set before memguard could read it; warn, do not fail the allocation
                 self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
             self._pool.set_limit(size=cap)
             found = self._pool.get_limit()
@@ -71,7 +72,7 @@ class Limits(Framework):
             self._pieces.setdefault(ordinal, Pieces(slabs[uuid]))
 
     def _limit_live(self, cupy: Any) -> None:
-        """Limit every pool whose device already has a context."""
+        """Limit the pool on every GPU that already has a CUDA context."""
         for uuid, ordinal in self._by_uuid().items():
             if uuid not in self._caps:
                 continue
@@ -84,7 +85,8 @@ class Limits(Framework):
                 self._limit_here(cupy, ordinal)
 
     def _enforce_limit(self, ordinal: int, _: Any = None) -> None:
-        """Apply the stricter of the cap and the user's new limit, on the current device of this thread."""
+        """If the user has changed the pool's limit on this thread's current GPU, apply the stricter of cap and new
+        limit."""
         with self._lock:
             if ordinal not in self._limited:
                 return
@@ -103,7 +105,7 @@ class Limits(Framework):
         self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
 
     def _held_by_former_pools(self, ordinal: int) -> int:
-        """The bytes that former pools hold on the GPU. Also limits those pools to these bytes."""
+        """The bytes that earlier pools hold on the GPU. Also limits each earlier pool to its held bytes."""
         held = 0
         idle = bool(self._former) and not self.capturing()  # freeing memory would break the capture
         for pool, limited in self._former:
@@ -121,7 +123,7 @@ class Limits(Framework):
         return held
 
     def _raise_limit(self, ordinal: int) -> bool:
-        """Raise the pool's limit by the bytes that former pools have released. Returns whether the limit rose."""
+        """Raise the pool's limit by the bytes that earlier pools have released. Returns True if the limit rose."""
         with self._lock:
             uuid = self._uuid(ordinal)
             if not self._former or ordinal not in self._limited or uuid not in self._caps:
@@ -137,7 +139,7 @@ class Limits(Framework):
             return True
 
     def _record_limit(self, ordinal: int, before: int, limit: int) -> None:
-        """Record the limit that memguard set on a device, and the user's own."""
+        """Record the user's limit (`before`) and the limit that memguard set on a GPU."""
         self._limited[ordinal] = (before, limit)
         limits = {limit for _, limit in self._limited.values()}
         self._limit, self._safe = (limit, limit - SMALL) if len(limits) == 1 else (-1, -1)
@@ -168,22 +170,22 @@ class Limits(Framework):
         )
 
     def _call_on_device(self, ordinal: int, call: Callable[[Any], Any], pool: Any = None) -> Any:
-        """Run `call` with the given or the current pool on a device; None if the device has no context."""
+        """Run `call` with `pool`, by default the current pool, on a GPU. None if the GPU has no CUDA context."""
         with contexts.pushed(ordinal) as there:
             return call(self._queried_pool(sys.modules["cupy"]) if pool is None else pool) if there else None
 
     def _queried_pool(self, cupy: Any) -> Any:
-        """The capped pool, else CuPy's allocator if that is a pool, else the default pool."""
+        """The capped pool; without one, the pool that is CuPy's allocator; else CuPy's default pool."""
         pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None)
         known = isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool))
         return pool if known else cupy.get_default_memory_pool()
 
     def _uuid(self, ordinal: int) -> str:
-        """The GPU's UUID; "" if CUDA does not know it."""
+        """The UUID of the GPU with this CUDA ordinal; "" if unknown."""
         return next((uuid for uuid, number in self._by_uuid().items() if number == ordinal), "")
 
     def _by_uuid(self) -> dict[str, int]:
-        """CUDA's ordinal by UUID. CUDA must be initialised."""
+        """Each GPU's CUDA ordinal, by UUID. CUDA must be initialised."""
         if not self._ordinals:
             self._ordinals = contexts.ordinals()
         return self._ordinals

@@ -1,11 +1,12 @@
-"""CuPy in the shared pool, through its own `MemoryAsync`, which allocates from the device's current pool.
+"""Makes CuPy allocate from the driver pool that all frameworks share under `strategy: pool`.
 
-memguard does not use `cupy.cuda.MemoryAsyncPool`: by its source, the constructor creates a context on every GPU
-(`cudaSetDevice`), and its figures include all frameworks of the pool. CuPy's own code allocates on its current stream
-and frees on the same stream. memguard counts the live allocations, rounded as CuPy rounds them.
+CuPy's own `MemoryAsync` allocates from the GPU's current driver pool. memguard does not use
+`cupy.cuda.MemoryAsyncPool`: its constructor creates a CUDA context on every GPU (`cudaSetDevice`), and its
+`used_bytes` and `total_bytes` include the other frameworks' memory. CuPy allocates on its current stream and frees on
+the same stream. memguard counts the bytes of CuPy's live allocations, rounded as CuPy rounds them.
 
 After the driver refuses a request, the allocator synchronises CuPy's stream and retries, as CuPy's own async pool does:
-then the blocks freed on that stream are available.
+after the synchronisation, the blocks freed on that stream are available.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
 class PooledCuPy(PooledCapped, CuPy):
-    """CuPy's async allocator over the shared pool."""
+    """Caps CuPy by allocating with `MemoryAsync` from the shared pool."""
 
     def __init__(self, host: Any, shared_pool: SharedPool) -> None:
         super().__init__(host, shared_pool)
-        self._live_sizes: dict[int, dict[int, int]] = {}  # by ordinal: the size of each live allocation, by address
+        self._live_sizes: dict[int, dict[int, int]] = {}  # allocated bytes, by ordinal and address
 
     def _live(self, module: Any) -> bool:
         return bool(self._live_sizes) or (not self._caps and super()._live(module))
@@ -73,7 +74,8 @@ class PooledCuPy(PooledCapped, CuPy):
         return Applied(Enforcement.ENFORCED)
 
     def usage(self, device: Device) -> Usage | None:
-        """CuPy's live bytes; the cache belongs to the whole pool. None if CuPy has allocated nothing on the GPU."""
+        """The bytes of CuPy's live allocations; cached memory belongs to the shared pool. None before CuPy's first
+        allocation on the GPU."""
         if not self._live_sizes:
             return None
         live = self._live_sizes.get(self._by_uuid().get(device.uuid, -1))
@@ -111,13 +113,13 @@ class PooledCuPy(PooledCapped, CuPy):
         return 0 if live is None else _total(live)
 
     def _from_shared_pool(self, cupy: Any) -> Callable[[int], Any]:
-        """Create CuPy's allocator: `cupy.cuda.malloc_async`, with a count of the live allocations."""
+        """Create an allocator like `cupy.cuda.malloc_async` that also counts CuPy's live allocations."""
         memory, error_of_driver = cupy.cuda.memory, cupy.cuda.runtime.CUDARuntimeError
         here, stream_here, known = cupy.cuda.runtime.getDevice, cupy.cuda.get_current_stream, self._live_sizes
         pointer, capped = memory.MemoryPointer, self.shared_pool.capped
 
         class Counted(memory.MemoryAsync):  # type: ignore[name-defined, misc]
-            """An allocation in the shared pool. memguard counts it until CuPy frees it."""
+            """An allocation in the shared pool, which memguard counts until CuPy frees the memory."""
 
             _among: dict[int, int] | None = None
 
@@ -133,7 +135,7 @@ class PooledCuPy(PooledCapped, CuPy):
                 else:
                     self._ends()
 
-            def _ends(self) -> None:  # before CuPy frees the block: afterwards another allocation may get the address
+            def _ends(self) -> None:  # runs before CuPy's free, after which the address may be reused
                 if self._among is not None:
                     self._among.pop(self.ptr, None)
                 inherited = getattr(super(), "__del__", None)
@@ -170,7 +172,8 @@ class PooledCuPy(PooledCapped, CuPy):
         return allocate
 
     def _begin(self, cupy: Any, ordinal: int) -> dict[int, int]:
-        """Make the pool current before the first allocation on a GPU. Returns the GPU's live sizes."""
+        """Make the shared pool the GPU's current pool, before CuPy's first allocation there. Returns a dictionary for
+        the sizes of CuPy's live allocations on the GPU."""
         uuid = self._uuid(ordinal)
         if uuid not in self._caps and self._caps:
             self._add_note(f"cupy: cuda:{ordinal} ({uuid or 'unknown to CUDA'}) is not in the budget: not capped there")
@@ -178,7 +181,7 @@ class PooledCuPy(PooledCapped, CuPy):
         return self._live_sizes.setdefault(ordinal, {})
 
     def _retry(self, cupy: Any, ordinal: int, size: int, take: Callable[[], Any]) -> Any:
-        """Retry a refused request. Raises CuPy's own error after reporting the refusal."""
+        """Retry a refused request. If every retry fails, report the refusal and raise CuPy's own error."""
         uuid = self._uuid(ordinal)
         for _ in range(MOST_TIMES):
             if self.capturing():  # synchronising the stream would break the capture
@@ -188,17 +191,17 @@ class PooledCuPy(PooledCapped, CuPy):
                 return memory
             if not self._request_room(self._shortage_on(uuid, size, self._caps)):
                 break
-        raise self._refusal(cupy, uuid, size)  # created by a call, so that no frame keeps the error alive
+        raise self._refusal(cupy, uuid, size)  # a local variable for the error would keep it alive
 
     def _refusal(self, cupy: Any, uuid: str, size: int) -> BaseException:
-        """Report the refusal. Returns CuPy's own error."""
+        """Create CuPy's own error, and report the refusal."""
         held, _ = self.shared_pool.figures(uuid) or (0, 0)
         error = cupy.cuda.memory.OutOfMemoryError(size, held, self._caps.get(uuid, 0))
         return self._with_reported_refusal(uuid, error, size, self._caps)
 
     def _wrap_set_allocator(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
-        """Accept an async pool that the user sets later, as it uses the same driver pool; warn at once of any other
-        allocator."""
+        """Replace `set_allocator`: if the user sets an async pool, keep memguard's allocator, as both use the same
+        driver pool. Warn immediately of any other allocator."""
 
         def set_allocator(allocator: Any = None) -> None:
             pool = getattr(allocator, "__self__", None)
@@ -229,5 +232,5 @@ class PooledCuPy(PooledCapped, CuPy):
 
 
 def _total(live: dict[int, int]) -> int:
-    """The sum of the sizes, in one C call, hence atomic."""
+    """The sum of the sizes. Atomic, because `sum` over the values is one C call."""
     return sum(live.values())

@@ -1,4 +1,4 @@
-"""The doctor's probe for CuPy."""
+"""Checks for `memguard doctor` that CuPy can be imported, finds its GPUs and computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def probe(report: ProbeReport) -> None:
-    """Import CuPy, allocate and compute. This compiles a small kernel (NVRTC) without writing to the user's cache."""
+    """Import CuPy, allocate and compute. NVRTC compiles a small kernel, which is not written to the user's cache."""
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
     with report.stage("import"):
         import cupy

@@ -1,9 +1,10 @@
-"""Replaces the name `gc` in CuPy's pool module, so that siblings release memory before a garbage collection.
+"""Replaces the name `gc` in CuPy's pool module, so that other frameworks release memory before a garbage collection.
 
-Before it refuses a request, CuPy runs Python's garbage collector: once above its limit, twice after the driver refused.
-With several frameworks loaded each collection takes tenths of a second. So memguard requests room first, and skips the
-collection if siblings released enough memory. The replacement affects CuPy's pool module only, and only requests of the
-capped allocator. CuPy holds no lock at that point (since 14.1).
+Before it refuses a request, CuPy runs Python's garbage collector: once if the request exceeds the pool's limit, twice
+if the driver refused the request. With several frameworks loaded, each collection takes tenths of a second. So memguard
+first makes the other frameworks release memory, and skips the collection if they released enough. The replacement
+affects CuPy's pool module only, and only requests of the capped allocator. CuPy (since 14.1) holds no lock when it
+calls `gc`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ _REFUSED = 2  # cudaErrorMemoryAllocation
 
 
 class GcReplacement:
-    """Replaces the module `gc`. `make_room(size, rounded, full)` returns whether siblings released enough memory."""
+    """Replaces the module `gc`. `make_room(size, rounded, full)` returns True if enough memory was released. `full`:
+    the driver refused the request."""
 
     def __init__(self, make_room: Callable[[int, int, bool], bool], code: CodeType) -> None:
         self._make_room_first, self._code = make_room, code
@@ -29,11 +31,11 @@ class GcReplacement:
         return getattr(gc, name)
 
     def collect(self, *generation: int) -> int:
-        frame = sys._getframe(1)  # the caller's frame is the allocator's, as CuPy's compiled functions have none
+        frame = sys._getframe(1)  # the allocator's frame: CuPy's compiled functions have no frames
         if frame.f_code is not self._code:
             return gc.collect(*generation)
         mine = self._thread.__dict__
-        if "served" in mine:  # the second of CuPy's two calls
+        if "served" in mine:  # the second of the two `gc.collect` calls after a driver refusal
             return 0 if mine.pop("served") else gc.collect(*generation)
         size, rounded = frame.f_locals.get("size"), frame.f_locals.get("rounded")
         del frame

@@ -1,4 +1,4 @@
-"""What memguard knows about CuPy, as a `FrameworkSpec`: names, measured sizes, error patterns."""
+"""CuPy's `FrameworkSpec`: static properties that the budget, plan, reports and simulation read."""
 
 from memguard._base.framework_spec import ErrorPattern, Exchanged, FrameworkSpec
 from memguard._base.units import MIB
@@ -14,7 +14,7 @@ SPEC = FrameworkSpec(
     tells_peak=False,
     exchanged=Exchanged("CuPyArrays", short=("cp",), packages=("cupyx",), compacts=True),
     pooled="PooledCuPy",
-    # CuPy's CUDA modules take 94 MiB in a process with other frameworks. cuBLAS adds 60 MiB, cuFFT 24, cuSOLVER 100.
+    # In a process with other frameworks, CuPy's CUDA modules take 94 MiB, cuBLAS 60 MiB, cuFFT 24 and cuSOLVER 100 MiB.
     modules=262 * MIB,
     workspace=320 * MIB,
     first_uses=(("cublas", 60 * MIB), ("cufft", 24 * MIB), ("cusolver", 100 * MIB)),

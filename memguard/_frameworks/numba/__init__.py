@@ -1,1 +1,1 @@
-"""Numba: the adapter, the memory manager, and the pool of freed blocks."""
+"""Numba: the adapter, the capped memory manager, and the pool of freed blocks."""

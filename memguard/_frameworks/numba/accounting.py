@@ -1,4 +1,4 @@
-"""Counts Numba's bytes: in one context (`Figures`), and in all contexts that share a GPU's cap (`ManagerGroup`)."""
+"""Counts Numba's device memory: in one context (`Figures`), and in all contexts of a GPU (`ManagerGroup`)."""
 
 from __future__ import annotations
 
@@ -14,35 +14,36 @@ from memguard._frameworks.numba.pool import PENDING, USED, Block, BlockOwner
 
 
 class Figures:
-    """The bytes of one memory manager. Callers hold the lock, except for `count_ended` and appends to `freed`.
+    """The byte counts of one memory manager. Callers hold the lock, except for `count_ended` and appends to `freed`.
 
-    `count_ended` and `count_used` make no calls, hence are atomic: an allocation by a finalizer or a signal handler
-    reads consistent figures. The next `apply` removes the blocks that the driver freed.
+    `count_ended` and `count_used` make no call between their changes of the counts, hence are atomic: a finalizer or
+    signal handler that allocates reads consistent counts. Blocks that the driver freed are counted until the next
+    `apply`.
     """
 
     def __init__(self, uuid: str) -> None:
         self.pages = DriverPages(slabs[uuid])
         self.in_use = self.peak = 0
         self.blocks: dict[Block, None] = {}
-        """All blocks that `pages` counts."""
+        """All blocks that `pages` counts, as keys."""
         self.freed: deque[tuple[Any, Block]] = deque()
-        """Blocks that the driver freed, as pairs of the driver's result and the block."""
-        self._resting: dict[Block, None] = {}  # blocks without an array: pending or pooled
+        """The driver's result and the block, for each block that was freed and that `apply` has not yet removed."""
+        self._resting: dict[Block, None] = {}  # blocks without an array: their free is pending, or they are pooled
         self._changes = 0
-        self._reclaimable = (0, 0)  # `_changes` at the last computation, and its result
+        self._reclaimable = (0, 0)  # `_changes` when `reclaimable` was last computed, and the result
 
     def count_allocated(self, block: Block) -> None:
-        """Count a new block of the driver."""
+        """Count a block that the driver has just allocated."""
         pages, size = self.pages, block.size
         whole_pages = round_up(size)
-        # No call in between: a Ctrl-C comes before all of these changes or after them.
+        # No call before `changes.append`, so that a Ctrl-C cannot separate these changes.
         self.blocks[block] = None
         pages.queued += whole_pages
         pages.changes.append((pages.apply_add, block.address, size))
         pages.apply_changes()
 
     def count_used(self, block: Block, size: int) -> None:
-        """Count the block's array of `size` bytes."""
+        """Record that an array of `size` bytes uses the block."""
         block.state = USED
         block.requested = size
         self.in_use += size
@@ -52,9 +53,11 @@ class Figures:
         self._resting.pop(block, None)
 
     def count_ended(self, block: Block, memory: BlockOwner | None) -> bool:
-        """Record that a block's array ended, so that the block's free is pending. False if the block had no array.
+        """Record that the block's array was freed, so that the block's free is pending. False if the block had
+        no array.
 
-        Atomically marks the array's `memory` as freed, as the block may belong to another array soon.
+        Sets `memory._freed` of the array in the same uninterruptible step, because another array may soon use the
+        block.
         """
         if block.state is USED:
             if memory is not None:
@@ -75,7 +78,7 @@ class Figures:
                 entry = freed[0]
                 block = entry[1]
                 self._resting.pop(block, None)
-                if block in self.blocks:  # false if a signal handler has removed it
+                if block in self.blocks:  # a signal handler may have removed the block
                     del self.blocks[block]
                     self._changes += 1
                     pages.changes.append((pages.apply_remove, block.address, block.size))
@@ -84,14 +87,14 @@ class Figures:
                     freed.popleft()
         except IndexError:
             pass
-        if pages.changes:  # true if a Ctrl-C interrupted the last call
+        if pages.changes:  # a Ctrl-C interrupted the last call
             pages.apply_changes()
 
     def apply_if_unlocked(self, lock: Any) -> None:
-        """Run `apply` for a reading, if no other thread holds the lock."""
+        """Run `apply`, unless another thread holds the lock."""
         got: list[bool] = []
         try:
-            got.extend(map(lock.acquire, (False,)))  # one C call acquires the lock and records it
+            got.extend(map(lock.acquire, (False,)))  # one C call acquires the lock and records the result
             if got[0]:
                 self.apply()
         finally:
@@ -108,9 +111,9 @@ class Figures:
 
 
 class ManagerGroup:
-    """The capped memory managers of one GPU. Their contexts share the GPU's cap.
+    """The capped memory managers of one GPU, whose contexts share the cap.
 
-    An allocating thread holds the lock even while it synchronises the GPU, so readings never wait for the lock.
+    A thread that allocates may hold the lock while it synchronises the GPU, so usage readings do not wait for the lock.
     """
 
     def __init__(self) -> None:
@@ -128,7 +131,7 @@ class ManagerGroup:
         self.single = len(self.members) <= 1
 
     def all(self) -> list[Any]:
-        """The members as a list. Another thread may add one meanwhile."""
+        """The members as a list. Safe if another thread adds a member meanwhile."""
         while True:
             try:
                 return list(self.members)
@@ -136,7 +139,7 @@ class ManagerGroup:
                 continue
 
     def elsewhere(self, manager: Any) -> int:
-        """The bytes that the other contexts of the GPU hold."""
+        """The bytes that the GPU's other managers hold."""
         if self.single:
             return 0
         return sum(other.held() for other in self.all() if other is not manager)

@@ -1,16 +1,16 @@
-"""Caps Numba by a memory manager (EMM plugin) with a pool, which releases idle blocks before it refuses a request.
+"""Caps Numba by a memory manager (EMM plugin) that checks the cap at each allocation and pools freed blocks.
 
 Measured: the plugin must be set before Numba creates its context. Numba itself has no pool: each array is one driver
-allocation. Numba defers frees until more than ten, or more than a fifth of the GPU, are pending. The cap counts the
-driver's pages, including those of pending frees and of pooled blocks. `Device.reset()` destroys the memory of every
-framework.
+allocation. Numba defers frees until more than ten frees, or more than a fifth of the GPU's memory, are pending. The cap
+applies to the driver's pages, including those of pending frees and of pooled blocks. `Device.reset()` destroys the
+memory of every framework.
 
-A context has the device object of the code that created it (`CUdevice`, a number, Numba's own object), so memguard
-identifies a GPU by its ordinal. All contexts of one GPU share its cap.
+The `device` of a Numba context may have the type `CUdevice`, a number type or Numba's own type, depending on the code
+that created the context, so memguard identifies a GPU by its CUDA ordinal. All contexts of one GPU share its cap.
 
-Outside the cap: context and modules, managed memory, arrays owned by other code (`as_cuda_array`), and copies of host
-arrays passed to a kernel. numba-cuda 0.30.4 allocates those copies from cuda.core (`_to_strided_memory_view`), which
-bypasses its own memory manager.
+The cap does not cover the context and its modules, managed memory, arrays owned by other code (`as_cuda_array`), or the
+device copies of host arrays passed to a kernel: numba-cuda 0.30.4 allocates these copies through cuda.core
+(`_to_strided_memory_view`), not through the memory manager.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Numba(resource.RmmClient):
-    """Numba's device arrays (`cuda.to_device`, `cuda.device_array`, temporaries of kernels)."""
+    """Caps Numba's device arrays (`cuda.to_device`, `cuda.device_array`, temporary arrays of kernels)."""
 
     spec = SPEC
 
@@ -51,7 +51,8 @@ class Numba(resource.RmmClient):
         self._user_manager: Any = None
 
     def why_absent(self) -> str | None:
-        """The reason: Numba is not installed, or NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM disables the GPU."""
+        """The reason if Numba cannot use a GPU: it is not installed, or NUMBA_DISABLE_CUDA or NUMBA_ENABLE_CUDASIM is
+        set. Else None."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -93,10 +94,10 @@ class Numba(resource.RmmClient):
                 "it was live before memguard.init(): its context keeps its memory manager",
                 "call memguard.init() before Numba's first array or kernel",
             )
-        from memguard._frameworks.numba import watch  # needs an imported Numba
+        from memguard._frameworks.numba import watch  # this module needs an imported Numba
         from memguard._frameworks.numba.manager import capped
 
-        manager: Any = type(live[0]) if live else capped(driver)  # the manager of an earlier budget
+        manager: Any = type(live[0]) if live else capped(driver)  # reuse the class of an earlier budget
         replaced, self._user_manager = Replacements(), before
 
         def restore() -> None:
@@ -105,7 +106,7 @@ class Numba(resource.RmmClient):
             replaced.undo()
             if driver._memory_manager is manager:
                 driver._memory_manager = self._user_manager
-            manager.memguard = self._manager = None  # existing contexts keep this manager, which then refuses nothing
+            manager.memguard = self._manager = None  # existing contexts keep this manager, without a cap
             _free_pooled(manager.groups)
 
         def streams_are_others() -> None:
@@ -132,8 +133,8 @@ class Numba(resource.RmmClient):
 
     def _set_later(self, original: Callable[..., Any], driver: Any) -> Callable[..., Any]:
         def set_memory_manager(mm_plugin: Any) -> Any:
-            """Set the capped manager in place of Numba's own. Any other manager is set unchanged; the guard reports at
-            once that the cap does not hold."""
+            """If the user sets Numba's own manager, set the capped one instead. Any other manager is set as given; then
+            the guard warns immediately that the cap does not hold."""
             if self._manager is None or mm_plugin not in (driver.NumbaCUDAMemoryManager, self._manager):
                 answer = original(mm_plugin)
             else:
@@ -144,14 +145,14 @@ class Numba(resource.RmmClient):
         return set_memory_manager
 
     def usage(self, device: Device) -> Usage | None:
-        """Usage from memguard's own count of Numba's allocations. None if Numba has no context on the device."""
+        """Usage as counted by the capped memory managers. None if Numba has no context on the GPU."""
         managers = managers_on(device.uuid)
         if not managers:
             return None
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         if not isinstance(managers[0], self._manager or ()):
-            return Usage(None, None)  # no manager of memguard counts Numba's memory
+            return Usage(None, None)  # memguard does not count this manager's memory
         group: ManagerGroup = managers[0].group
         if managers[0].alone():
             held, in_use, reclaimable, peak = managers[0].usage()
@@ -161,23 +162,23 @@ class Numba(resource.RmmClient):
         return Usage(held, in_use, reclaimable, peak=peak)
 
     def trim(self, device: Device) -> None:
-        """Flush the pending frees on the device, and release its pool."""
+        """Carry out Numba's pending frees on the GPU, and free all pooled blocks."""
         self._shrink(device, None)
 
     def trim_partly(self, device: Device, needed: int) -> None:
-        """Flush the pending frees, then free the fewest pooled blocks that return at least `needed` bytes to the
-        driver. The driver synchronises the GPU before each free."""
+        """Carry out Numba's pending frees. If they return less than `needed` bytes to the driver, also free the fewest
+        pooled blocks that return the rest, because the driver synchronises the GPU at each free."""
         self._shrink(device, needed)
 
     def _shrink(self, device: Device, needed: int | None) -> None:
-        """Release pending and pooled memory. `needed`: bytes; None for all."""
+        """Free at least `needed` bytes of pending and pooled blocks, or all such blocks if `needed` is None."""
         for context in numba_contexts():
             manager = context.memory_manager
             pending = getattr(manager, "deallocations", None)
             if pending is not None and uuid_of(context) == device.uuid:
                 with contexts.pushed(int(context.device.id)) as there:
                     if there and isinstance(manager, self._manager or ()):
-                        with manager.group.lock:  # a concurrent allocation may flush them too
+                        with manager.group.lock:  # a concurrent allocation may also carry out pending frees
                             got = manager.trim_partly(needed)
                         needed = None if needed is None else needed - got
                     elif there:
@@ -187,8 +188,8 @@ class Numba(resource.RmmClient):
 
     @resource.unless_rmm
     def resize(self, caps: Mapping[str, int]) -> None:
-        """Set the cap that the next check reads, including the retry of a request that has just failed. While held
-        bytes exceed a lowered cap, pooled blocks serve no request, because they must be released."""
+        """Set new caps, which apply from the next check on, also to the retry of a request that has just failed. While
+        the held bytes exceed a lowered cap, pooled blocks serve no requests, because they must be freed."""
         self.caps = dict(caps)
 
     def footprint(self, size: int) -> int:
@@ -199,7 +200,7 @@ class Numba(resource.RmmClient):
         return None
 
     def uncounted(self) -> str | None:
-        if not hasattr(sys.modules.get(ARRAYS), "_to_strided_memory_view"):  # the name in numba-cuda 0.30.4
+        if not hasattr(sys.modules.get(ARRAYS), "_to_strided_memory_view"):  # as in numba-cuda 0.30.4
             return None
         return "copies of host arrays given to numba's kernels; cuda.to_device counts them"
 
@@ -220,12 +221,12 @@ class Numba(resource.RmmClient):
             return
         self._manager.pooling = False
         for group in self._manager.groups.values():
-            # Another thread of the parent may hold the old lock.
+            # In the parent, another thread may have held the old lock at the fork.
             group.lock = ordered(threading.RLock(), LockOrder.ALLOCATOR)
 
     def room_for(self, error: BaseException, uuid: str, size: int) -> bool:
-        """Request room for a failed request; returns whether siblings released memory or the cap rose. Callers have
-        released the managers' lock."""
+        """Ask the guard, for a failed request, to trim other frameworks or raise the cap. True if memory was released
+        or the cap rose. Callers have released the managers' lock."""
         shortage = attached_shortage(error, self.name, uuid, size)
         return shortage is not None and uuid in self.caps and not self.capturing() and self._request_room(shortage)
 
@@ -244,7 +245,7 @@ class Numba(resource.RmmClient):
 
 
 def _free_pooled(groups: Mapping[str, ManagerGroup]) -> None:
-    """Free all pooled blocks. Never raises: a block that the driver cannot free stays allocated."""
+    """Free all pooled blocks. Logs errors instead of raising: a block that the driver cannot free stays allocated."""
     for group in list(groups.values()):
         with group.lock, contexts.capture_safe():
             for manager in group.all():

@@ -1,8 +1,8 @@
 """The exchange adapter of Numba's device arrays.
 
-If Numba is the producer, the consumer waits for the work on the array's stream, or for all work of the context without
-a stream. If it is the consumer, the user's stream waits and becomes the array's stream; without a stream the host
-waits.
+If Numba is the producer, the consumer waits for the array's stream or, if the array has no stream, for all work of
+the context. If Numba is the consumer, the stream that the user passed waits for the producer and becomes the array's
+stream; without a stream, the host waits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from memguard._frameworks.arrays.view import NUMPY_DTYPES, View
 
 
 class NumbaArrays(Arrays):
-    """Arrays of `numba.cuda`."""
+    """Offers, imports and copies the device arrays of `numba.cuda`."""
 
     traits: ClassVar[Traits] = Traits("numba", NUMPY_DTYPES, Layout.FORWARD, repeats=False, strided=False)
     module: ClassVar[str] = "numba"
@@ -82,10 +82,10 @@ class NumbaArrays(Arrays):
 
 
 def _in_order_of_default_stream(cuda: Any) -> bool:
-    """Whether the memory manager may reuse memory while work on the default stream still uses it.
+    """True if Numba's memory manager may reuse freed memory while work on the default stream still uses the memory.
 
-    True for RMM's pools, which queue a free on that stream. Numba's own manager waits before a free, and memguard's
-    pool reuses no block with unfinished work.
+    True for RMM's pools, which order a free and the reuse on that stream. Numba's own manager frees by `cuMemFree`,
+    which waits for all work, and memguard's pool reuses no block with unfinished work.
     """
     driver: Any = sys.modules.get("numba.cuda.cudadrv.driver")
     return not isinstance(cuda.current_context().memory_manager, getattr(driver, "NumbaCUDAMemoryManager", ()))

@@ -1,4 +1,4 @@
-"""Finds Numba's contexts, their memory managers and their GPUs. Creates no context."""
+"""Finds Numba's contexts, their memory managers and their GPUs, without creating a context."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ARRAYS = "numba.cuda.cudadrv.devicearray"
 
 
 def numba_contexts() -> list[Any]:
-    """Numba's existing primary contexts."""
+    """Numba's context objects for the primary contexts that exist."""
     module = sys.modules.get(DRIVER)
     devices = getattr(getattr(module, "driver", None), "devices", None) or {}
     return [device.primary_context for device in list(devices.values()) if device.primary_context is not None]
@@ -29,8 +29,8 @@ def handle_of(context: Any) -> int:
 def uuid_of(context: Any) -> str:
     """The UUID of a context's GPU; "" if unknown.
 
-    The context's device is Numba's own object, or the device object of the code that created the context: a `CUdevice`
-    of cuda-python, a ctypes number or a plain number. Each contains CUDA's ordinal.
+    `context.device` is Numba's own device object, or the one that the creator of the context passed: cuda-python's
+    `CUdevice`, a ctypes integer or a plain integer. Each of these contains CUDA's ordinal.
     """
     device = context.device
     try:
@@ -38,7 +38,7 @@ def uuid_of(context: Any) -> str:
         if known:
             return _as_nvml(known)
         ordinal = int(getattr(device, "value", getattr(device, "id", device)))
-    except (AttributeError, ReferenceError, TypeError, ValueError):  # the object was destroyed, or has another type
+    except (AttributeError, ReferenceError, TypeError, ValueError):  # destroyed object, or unknown type
         return ""
     return _of_ordinal(ordinal)
 
@@ -52,7 +52,7 @@ def managers_on(uuid: str) -> list[Any]:
     for owner in list(devices.values()):
         if (context := owner.primary_context) is not None:
             try:
-                here = context.device.uuid == uuid  # fast path for the usual case
+                here = context.device.uuid == uuid  # fast path: `device` is usually Numba's own object
             except (AttributeError, ReferenceError):
                 here = False
             if here or uuid_of(context) == uuid:
@@ -75,7 +75,7 @@ def current_uuid() -> str:
 
 
 def _as_nvml(uuid: Any) -> str:
-    if type(uuid) is str and uuid[:4] == "GPU-":  # the type that Numba returns
+    if type(uuid) is str and uuid[:4] == "GPU-":  # fast path: Numba returns this form
         return uuid
     text = uuid.decode() if isinstance(uuid, bytes) else str(uuid)
     return text if text.startswith(("GPU-", "MIG-")) else f"GPU-{text}"

@@ -1,8 +1,9 @@
-"""The functions of Numba that wait while the process is suspended.
+"""Lists the Numba functions that memguard makes wait while the process is suspended.
 
-Numba calls the driver through attributes of one object, which `Driver.__getattr__` creates at their first use. The gate
-covers each existing attribute, and the creation of others. Numba frees memory, events, streams and modules in batches
-(`_PendingDeallocs.clear`), also in finalizers; the gate defers this function.
+Numba calls the driver through attributes of one `Driver` object. `Driver.__getattr__` creates an attribute when it is
+first used. So the gate covers every existing attribute, and `Driver.__getattr__` for the others. Numba frees memory,
+events, streams and modules in batches (`_PendingDeallocs.clear`), also in finalizers; the gate defers this function
+until the process resumes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Numba's memory manager under a cap: allocation, accounting, pooling and release.
+"""Numba's memory manager with a cap: it allocates, counts, pools and frees the memory of Numba's arrays.
 
 Finalizers run at any time and on any thread, even inside `memalloc` on the same thread. So they take no lock: they
-change their block's state and one figure, and append to the pool or to the freed blocks. A signal handler, or a
-finalizer that allocates, may run within another allocation. So a request is counted before the driver call, and a block
-always has exactly one owner. A Ctrl-C loses no block, because the block's `Memory` frees it. Numba's own code can lose
-memory as without memguard: if a Ctrl-C interrupts it between a driver call and the use of the result, or in an array's
-finalizer before the first statement.
+change a block's state and the bytes in use, and append the block to the pool or to the freed blocks. A signal handler,
+or a finalizer that allocates, may run within another allocation. So a request's bytes are reserved before the driver
+call, and a block always has exactly one owner. A Ctrl-C leaks no block, because the block's `Memory` frees it. Numba's
+own code can leak memory, also without memguard: if a Ctrl-C comes between a driver call and the use of the
+result, or before the first statement of an array's finalizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OUT_OF_MEMORY = 2
 
 
 class Owner(Protocol):
-    """The adapter, which sets the caps. `caps` is bytes by UUID."""
+    """The methods of the adapter that a memory manager uses. `caps` is the cap in bytes, by the GPU's UUID."""
 
     caps: dict[str, int]
 
@@ -39,7 +39,7 @@ class Owner(Protocol):
 
 
 def capped(driver: Any) -> type:
-    """Create a class of memory managers. They check the cap of the adapter in `memguard` before they allocate."""
+    """Create a memory manager class for Numba that enforces the caps of the adapter in the attribute `memguard`."""
     Memory, Pending = memories(driver), _pending_frees(driver)  # noqa: N806 (classes)
 
     class MemguardMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
@@ -47,34 +47,34 @@ def capped(driver: Any) -> type:
 
         memguard: ClassVar[Owner | None] = None
         pooling: ClassVar[bool] = False
-        """Whether blocks enter the pool: the pool's events must cover all streams that Numba uses. Once False, it stays
-        False."""
+        """True if freed blocks may enter the pool: only while the pool's events cover all streams that Numba uses. Once
+        pooling has ended, it does not resume."""
         groups: ClassVar[defaultdict[str, ManagerGroup]] = defaultdict(ManagerGroup)
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # Numba creates a manager without a context to read its version. If the GPU is unknown, the first allocation
-            # takes the current one.
+            # Numba also creates a manager without a context, to read the manager's interface version. If the GPU is
+            # unknown, the first allocation sets it to the current GPU.
             self.pool = Pool(_record)
             self.proxy = None if self.context is None else weakref.proxy(self.context)
-            self._home: int | None = None  # the context's handle; 0 if it is not one of Numba's contexts
+            self._home: int | None = None  # handle of the context; 0 if the context is not Numba's
             self._attach("" if self.context is None else uuid_of(self.context))
             self.deallocations = Pending(self)
 
         def _attach(self, uuid: str) -> None:
-            """Set the GPU of this manager's allocations."""
+            """Assign this manager to the GPU with this UUID."""
             self.uuid, self.group, self.figures = uuid, self.groups[uuid], Figures(uuid)
             self._freed = self.figures.freed
             self._member = False
 
         def held(self) -> int:
-            """The held bytes. Callers hold the lock."""
+            """The bytes of driver memory that this manager holds. Callers hold the lock."""
             self.figures.apply()
             return self.figures.pages.held()
 
         def usage(self) -> tuple[int, int, int, int]:
-            """The bytes held, in use and reclaimable, and the peak in use. Does not wait for the lock, which an
-            allocation may hold for long."""
+            """The bytes held, in use and reclaimable, and the peak of the bytes in use. Does not wait for the lock,
+            which an allocation may hold for a long time."""
             figures = self.figures
             if self._freed or figures.pages.changes:
                 figures.apply_if_unlocked(self.group.lock)
@@ -100,7 +100,7 @@ def capped(driver: Any) -> type:
                     if more <= 0 or holds_lock(self.group.lock) or not framework.room_for(error, self.uuid, size):
                         framework.report_refusal(error, self.uuid, size)
                         raise
-                more -= 1  # here the error and its frames are already freed
+                more -= 1  # after the `except` block, which frees the error and its frames
 
         def _serve(self, memory: BlockOwner, size: int) -> None:
             framework = self.memguard
@@ -117,8 +117,8 @@ def capped(driver: Any) -> type:
         def _from_pool(
             self, take: Callable[[int, BlockOwner], Block | None], memory: BlockOwner, size: int, cap: int
         ) -> bool:
-            """Serve the request with a pooled block. Above the cap it serves nothing, because pooled blocks must then
-            be released."""
+            """Serve the request with a pooled block. False if there is none, or if the held bytes exceed the cap: then
+            pooled blocks must be freed."""
             figures = self.figures
             if self._freed:
                 figures.apply()
@@ -132,8 +132,8 @@ def capped(driver: Any) -> type:
             return True
 
         def _from_driver(self, memory: BlockOwner, size: int, cap: int | None, last: bool = False) -> bool:
-            """Serve the request from the driver, if the cap allows it. With `last`, a full GPU raises the driver's
-            error."""
+            """Serve the request by a driver allocation. False if that would exceed the cap, or if the GPU is out of
+            memory. With `last`, the driver's error is raised in the second case."""
             figures = self.figures
             if self._freed:
                 figures.apply()
@@ -144,14 +144,14 @@ def capped(driver: Any) -> type:
             taken = whole(size) if pooled else size
             block = Block(taken, pooled)
             with pages.expecting(taken):
-                # Check again after the room is reserved, as a signal handler may have used it in between.
+                # Check again now that the bytes are reserved: a signal handler may have allocated in between.
                 if cap is not None and not pages.fits(taken, cap - elsewhere(self) + round_up(taken)):
                     return False
                 try:
                     memory._block = block
-                    # One C call allocates and stores the result, so that no interruption can lose it.
+                    # One C call allocates and stores the pointer, so that an interruption cannot leak the memory.
                     deque(map(setattr, (block,), ("pointer",), map(driver.driver.cuMemAlloc, (taken,))), 0)
-                except driver.CudaAPIError as error:  # the driver's error text has no size
+                except driver.CudaAPIError as error:  # `attach_shortage` adds the size
                     if int(error.code) == _OUT_OF_MEMORY and not last:
                         return False
                     if int(error.code) == _OUT_OF_MEMORY:
@@ -161,17 +161,17 @@ def capped(driver: Any) -> type:
                 block.buffer = contexts.buffer(block.address)
                 figures.count_allocated(block)
             if cap is not None and self.held() + elsewhere(self) > cap:
-                self._to_driver(block, NEW)  # the driver opened a slab, as no hole had room
+                self._to_driver(block, NEW)  # above the cap: the driver opened a new slab
                 return False
             figures.count_used(block, size)
             return True
 
         def _after_making_room(self, memory: BlockOwner, size: int, cap: int | None) -> None:
-            """Serve the request after a flush of the pending frees, and if needed after releasing pooled blocks.
+            """Serve the request after carrying out the pending frees and, if needed, after freeing pooled blocks.
 
-            It releases pooled blocks also within `defer_cleanup`, which defers only pending frees, and so waits for the
-            GPU rather than refuse. Raises Numba's own error if nothing is pending or pooled and the cap, or the GPU,
-            still has no room.
+            Within Numba's `defer_cleanup`, pending frees stay pending, but pooled blocks are freed, although each free
+            synchronises the GPU. If the request then still exceeds the cap or the GPU's free memory, raises Numba's
+            own error.
             """
             members = [self]
             if not self.group.single:
@@ -200,8 +200,8 @@ def capped(driver: Any) -> type:
             )
 
         def _pools(self, cap: int | None) -> bool:
-            """Whether new blocks may enter the pool: only while the manager's Numba context is current, because CUDA
-            events are recorded in that context."""
+            """True if a block allocated now may be pooled later. False unless the manager's Numba context is current,
+            because the pool records CUDA events in that context."""
             if not self.pooling or cap is None:
                 return False
             if self._home is None:
@@ -210,20 +210,20 @@ def capped(driver: Any) -> type:
             return self._home != 0 and contexts.current_handle() == self._home
 
         def drop(self, memory: Any) -> None:
-            """Make an ended array's block pending. Called by finalizers."""
+            """Queue the free of the block of a freed array as pending. Called by finalizers."""
             block: Block = memory._block
             size = block.requested
             try:
-                if self.figures.count_ended(block, memory):  # false if a reset has freed the block
+                if self.figures.count_ended(block, memory):  # `reset` may already have freed the block
                     self.deallocations.add_item(self.carry_out, block, size)
-                elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before the array was counted
+                elif block.state is NEW and block.pointer is not None:  # a Ctrl-C came before `count_used`
                     self._to_driver(block, NEW)
             except BaseException:
                 self.deallocations.requeue_interrupted()
                 raise
 
         def carry_out(self, block: Block) -> None:
-            """Carry out Numba's pending free. Called by finalizers."""
+            """Carry out a pending free: put the block into the pool or free it. Called by finalizers."""
             if block.state is not PENDING:
                 return
             if block.pooled and self.pooling and not block.exported:
@@ -232,18 +232,18 @@ def capped(driver: Any) -> type:
                 self._to_driver(block, PENDING)
 
         def _to_driver(self, block: Block, state: object) -> None:
-            """Free the block, if its state is still `state`. Called by finalizers."""
+            """Return the block to the driver, if the block's state is still `state`. Called by finalizers."""
             try:
                 if block.state is not state:
                     return
-                if suspension.now is not None:  # the driver would block this thread until the resume
+                if suspension.now is not None:  # `cuMemFree` would block until the resume
                     block.state = PENDING
                     self.pool.idle.pop(block, None)
                     self.deallocations.add_later(self.carry_out, block)
                     return
                 block.state = BACK
                 self.pool.idle.pop(block, None)
-                # One C call frees the block and records it, so that no interruption can come in between.
+                # One C call frees the block and records the free, so that no interruption comes in between.
                 self._freed.extend(zip(map(driver.driver.cuMemFree, (block.pointer,)), (block,), strict=False))
             except driver.CudaDriverError:  # the driver did not free the block
                 raise
@@ -253,13 +253,13 @@ def capped(driver: Any) -> type:
                         block.state = PENDING
                         self.deallocations.requeue_interrupted()
                     else:
-                        self._freed.append((None, block))  # `apply` ignores a repeated record
+                        self._freed.append((None, block))  # `apply` ignores a second record of a block
                 raise
 
         def trim_partly(self, needed: int | None = None) -> int:
-            """Flush the pending frees and free pooled blocks. Callers hold the lock. Returns the bytes freed.
+            """Carry out the pending frees, then free pooled blocks. Returns the bytes freed. Callers hold the lock.
 
-            `needed`: free only as many blocks as return these bytes to the driver; None: all.
+            `needed`: free only as many pooled blocks as return this number of bytes to the driver; None: all.
             """
             before = self.held()
             self.deallocations.clear()
@@ -280,7 +280,7 @@ def capped(driver: Any) -> type:
                 self._to_driver(block, state)
 
         def reset(self) -> None:
-            """Free all memory at once, even within `defer_cleanup`, as the context may end right afterwards."""
+            """Free all memory immediately, even within `defer_cleanup`: Numba may then destroy the context."""
             with self.group.lock:
                 super().reset()
                 for block in list(self.figures.blocks):
@@ -290,7 +290,7 @@ def capped(driver: Any) -> type:
                         self._to_driver(block, state)
                 self.drain()
                 self.figures.apply()
-                self._home, self._member = None, False  # the next allocation, if any, adds this manager again
+                self._home, self._member = None, False  # the next allocation adds this manager to the group again
                 self.group.remove(self)
             if self.context is not None:
                 streams.forget(handle_of(self.context))
@@ -301,18 +301,18 @@ def capped(driver: Any) -> type:
 
 def _pending_frees(driver: Any) -> type:
     class Pending(driver._PendingDeallocs):  # type: ignore[misc]
-        """Numba's pending frees. Each flush records one set of CUDA events for all blocks that it frees."""
+        """Numba's queue of pending frees. Each `clear` records one set of CUDA events for all blocks it frees."""
 
         def __init__(self, manager: Any) -> None:
             super().__init__()
             self._manager, self._pool = manager, manager.pool
 
         def add_later(self, free: Callable[[Block], None], block: Block) -> None:
-            """Add a pending free without starting a flush."""
+            """Add a pending free, without the `clear` that Numba's `add_item` may start."""
             self._cons.append((free, block, 0))
 
         def clear(self) -> None:
-            if suspension.now is not None:  # streams, events and modules also stay pending until the resume
+            if suspension.now is not None:  # the frees of streams, events and modules also stay pending
                 return
             try:
                 super().clear()
@@ -325,12 +325,12 @@ def _pending_frees(driver: Any) -> type:
                     self._pool.mark()
 
         def _emptied_by_other(self, error: BaseException) -> bool:
-            """Whether another thread emptied Numba's queue of pending frees between Numba's check and its removal."""
+            """True if Numba's removal of an entry failed because another thread had just emptied the queue."""
             trace = error.__traceback__ and error.__traceback__.tb_next
             return isinstance(error, IndexError) and trace is not None and trace.tb_next is None
 
         def requeue_interrupted(self) -> None:
-            """Add again the pending frees that a Ctrl-C interrupted. A block that is added twice is freed once."""
+            """Queue again the pending frees that a Ctrl-C interrupted. A block that is queued twice is freed once."""
             waiting = {id(handle) for _, handle, _ in self._cons.copy()}
             for block in list(self._manager.figures.blocks):
                 if block.state is PENDING and id(block) not in waiting:
@@ -340,11 +340,12 @@ def _pending_frees(driver: Any) -> type:
 
 
 def _record() -> Sequence[Mark] | None:
-    """Record an event on the legacy default stream of each Numba context, as another GPU's kernels may also read an
-    array.
+    """Record a CUDA event on the legacy default stream of every Numba context, because another GPU's kernels may also
+    use a block.
 
-    Returns None while a CUDA graph capture includes a stream that the legacy stream waits for, or if CUDA refuses.
-    Returns an empty sequence if Numba has one context, only the legacy stream, and no unfinished work.
+    The result includes the uncompleted events of Numba's destroyed streams. Returns None while a CUDA graph capture
+    includes a stream that the legacy stream waits for, or if CUDA refuses. Returns an empty sequence, without recording
+    events, if Numba has one context, works only on the legacy stream, and has no unfinished work.
     """
     made: list[Mark] = []
     try:
@@ -365,7 +366,8 @@ def _record() -> Sequence[Mark] | None:
 
 
 def _at_rest(context: Any) -> bool:
-    """Whether all work on a context's legacy default stream is done. False unless it is the cached primary context.
-    Raises DeviceError if the query would break a capture, or CUDA refuses."""
+    """True if all work on the context's legacy default stream is done. False if the context is not the one that
+    memguard has cached as the GPU's primary context. Raises DeviceError if the query would break a capture, or if CUDA
+    refuses."""
     ordinal = int(context.device.id)
     return contexts.primary(ordinal) == handle_of(context) and bool(streams.quick_idle(ordinal, streams.LEGACY, None))

@@ -1,4 +1,4 @@
-"""The memory objects of Numba's arrays, which free their block and record exports of its address."""
+"""The memory objects of Numba's arrays: they free the array's block, and record exports of the block's address."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from memguard._frameworks.numba.watch import Addresses, covered
 
 
 def memories(driver: Any) -> type:
-    """Create the class of an array's memory, derived from the class of this version of Numba."""
+    """Create the class of an array's memory object, derived from the installed Numba's `MemoryPointer`."""
     exported = Addresses(driver, sys.modules.get(ARRAYS)).exported
     ctypes_of = driver.MemoryPointer.device_ctypes_pointer.fget
     value_of = driver.MemoryPointer.device_pointer_value.fget
 
     class Memory(driver.MemoryPointer):  # type: ignore[misc]
-        """The memory of one array. When it is garbage-collected, the block's free becomes pending, as with Numba's own
-        pointers. If code other than Numba's kernels and copies reads the address, the block counts as exported.
+        """The memory of one array. When this object is garbage-collected, the block's free becomes pending, as with
+        Numba's own pointers. If code other than Numba's kernels and copies reads the address, the block counts as
+        exported: the pool then never reuses the block.
         """
 
         refct = 1
@@ -29,7 +30,7 @@ def memories(driver: Any) -> type:
         _block: Block | None = None
 
         def __init__(self, manager: Any, size: int) -> None:
-            # Skips Numba's own constructor: its finalizer costs more time than all other steps.
+            # Does not call Numba's constructor: creating its finalizer takes longer than all other steps.
             self.context = manager.proxy
             self.size = self._cuda_memsize_ = size
             self._manager = manager
@@ -80,7 +81,7 @@ def memories(driver: Any) -> type:
         def __copy__(self) -> Any:
             return self
 
-        def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` may be None at that time
+        def __del__(self, ends: Callable[[], bool] = sys.is_finalizing) -> None:  # at exit `sys` may be None
             if self._block is not None and not self._freed:
                 try:
                     if not ends():
@@ -91,7 +92,7 @@ def memories(driver: Any) -> type:
                     raise
 
     class View(driver.OwnedPointer):  # type: ignore[misc]
-        """A view into a block, which keeps the block alive."""
+        """A view of a part of an array's memory, which keeps the `Memory` object alive."""
 
         def view(self, start: int, stop: int | None = None) -> Any:
             return _cut(self._view.view(start, stop))

@@ -1,18 +1,18 @@
-"""A pool of blocks that Numba has freed. A block is reused after all work that may use it is done.
+"""A pool of the driver allocations ("blocks") of freed Numba arrays, which reuses a block once no work uses it.
 
-Numba does not record which streams use an array; `cuMemFree` is safe because it synchronises the GPU. This pool records
-CUDA events instead (`Mark`): right after each flush of Numba's pending frees it records one set of events for all
-blocks of the flush. A block is reused once these events have completed. If all work is done right after the flush, no
-event is recorded. `watch.py` excludes a block from the pool if work on it may run on a stream that these events do not
-cover.
+Numba does not record which streams use an array; its `cuMemFree` is safe because it synchronises the GPU. This pool
+records CUDA events (`Mark`) instead: Numba carries out pending frees in batches (`_PendingDeallocs.clear`), and after
+each batch the pool records one set of events for all blocks of the batch. A block can be reused once these events have
+completed. If the GPU has no unfinished work, the pool records no events. `watch.py` keeps a block out of the pool if
+work on it may run on a stream that these events do not cover.
 
 A finalizer, a signal handler, another thread's free or a Ctrl-C may interrupt any call. So only a block's `state` is
 authoritative. Code compares and changes a state with no call in between, because CPython with a GIL runs other code
-only at calls. The queues are hints: a block from a queue is used only if its state allows it, and `idle` also contains
-blocks that a queue has lost.
+only at calls. The queues are hints: a block from a queue is used only if its state allows that, and `idle` also
+contains blocks that an interruption removed from a queue.
 
-The pools of RMM and CuPy do not fit: RMM's orders reuse by the streams that its callers name, and CuPy's has an arena
-for each stream. Both need callers that know the streams.
+The pools of RMM and CuPy do not fit, because their callers must name the stream that uses a block: RMM's pool orders
+the reuse of blocks by stream, and CuPy's pool has an arena for each stream.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from typing import Any, Protocol
 
 from memguard.errors import DeviceError
 
-# The states of a block. A pooled block is FREED, then has its `Batch` as state, then is READY.
+# The states of a block. A pooled block's state is FREED, then its `Batch`, then READY.
 NEW, USED, PENDING, FREED, READY, BACK = "new", "used", "pending", "freed", "ready", "back"
-"""NEW: being allocated. USED: owned by an array. PENDING: Numba has not carried out its free. FREED: no event is
-recorded for it yet. READY: no work uses it. BACK: freed by the driver, or being freed."""
+"""NEW: being allocated. USED: an array owns the block. PENDING: Numba has not yet carried out the free. FREED: in the
+pool, without recorded events. READY: in the pool, and no work uses the block. BACK: freed by the driver, or being
+freed."""
 
 
 class Mark(Protocol):
-    """A recorded CUDA event. It completes once the GPU has done all work queued before it:
-    `memguard._devices.streams.Mark`."""
+    """A recorded CUDA event, which completes once the GPU has done all work queued before the event. The
+    implementation is `memguard._devices.streams.Mark`."""
 
     def passed(self) -> bool: ...
     def wait(self) -> None: ...
@@ -39,12 +40,12 @@ class Mark(Protocol):
 
 
 class Block:
-    """One driver allocation of `size` bytes. Its array requested `requested` bytes (0: no array).
+    """One driver allocation of `size` bytes. `requested`: the bytes of the array that uses the block; 0 without one.
 
-    In the pool `size` is in whole driver units (`driver_pages.whole`), and a block serves only requests that round up
-    to its size: so a reused block wastes nothing of the cap. `pointer` is Numba's own object, None before the
-    allocation; `buffer` is the driver's id of this allocation, if known. `pooled`: the block may enter the pool.
-    `exported`: code outside Numba knows its address, and may use it on any stream.
+    The `size` of a block that may enter the pool (`pooled`) is rounded up to the driver's units (`driver_pages.whole`).
+    Such a block serves only requests that round up to the same size, so that reuse wastes no memory. `pointer` is
+    Numba's pointer object, None before the allocation; `buffer` is the driver's id of the allocation, if known.
+    `exported`: code outside Numba has the address, and may use the memory on any stream.
     """
 
     __slots__ = ("address", "buffer", "exported", "pointer", "pooled", "requested", "size", "state")
@@ -59,14 +60,14 @@ class Block:
 
 
 class BlockOwner(Protocol):
-    """The object that will own a block. From the assignment of `_block` on, it owns and frees the block."""
+    """An array's memory object. Once the block is assigned to `_block`, this object owns the block and frees it."""
 
     _block: Block | None
     _freed: bool
 
 
 class Batch:
-    """Blocks that wait for the same events."""
+    """Blocks that can be reused once the same events (`marks`) have completed."""
 
     __slots__ = ("blocks", "marks")
 
@@ -81,28 +82,28 @@ class Batch:
 
 class Pool:
     """The pool of one context. Finalizers may call `put` and `mark`, on any thread at any time. Callers of all other
-    methods hold the GPU's lock.
+    methods hold the lock of the GPU's `ManagerGroup`.
 
-    `record` records CUDA events that cover all work queued so far, and returns them. It returns an empty sequence if
-    that work is done, and None if CUDA cannot record events now.
+    The callback `record` records CUDA events after all work queued so far and returns them; empty if that work is
+    complete, None if CUDA cannot record events at present.
     """
 
     def __init__(self, record: Callable[[], Sequence[Mark] | None]) -> None:
         self.idle: dict[Block, None] = {}
-        """All blocks of the pool, in any state."""
+        """All blocks of the pool, in any state, as keys."""
         self.unmarked: deque[Block] = deque()
         self._record = record
         self._marked: deque[Batch] = deque()
         self._ready: dict[int, list[Block]] = {}
 
     def put(self, block: Block) -> None:
-        """Add a freed block. It is reusable once the events that `mark` records for it have completed."""
+        """Add a freed block. The block can be reused once the events that `mark` records for it have completed."""
         block.state = FREED
         self.idle[block] = None
         self.unmarked.append(block)
 
     def mark(self) -> None:
-        """Record CUDA events for the blocks added since the last call. If CUDA cannot record events now, the next call
+        """Record CUDA events for the blocks added since the last call. If CUDA cannot record events, the next call
         includes these blocks."""
         batch = Batch()
         try:
@@ -133,7 +134,7 @@ class Pool:
                 self.unmarked.append(block)
 
     def take(self, size: int, owner: BlockOwner) -> Block | None:
-        """Assign to `owner` a block of this size whose work is done; return None if there is none."""
+        """Assign to `owner` a block of this size that no work uses. Returns the block, or None if there is none."""
         queue = self._ready.get(size)
         collected = False
         while True:
@@ -155,7 +156,7 @@ class Pool:
             queue, collected = self._ready.get(size), True
 
     def wait(self, size: int, owner: BlockOwner) -> Block | None:
-        """Like `take`, but waits for unfinished work on a block of this size."""
+        """Like `take`, but if work on all blocks of this size is unfinished, wait for such work."""
         if self.unmarked:
             self.mark()
         block = self.take(size, owner)
@@ -167,15 +168,15 @@ class Pool:
         return block
 
     def drain(self) -> Iterator[tuple[Block, object]]:
-        """Yield all blocks with their states, to be freed. The driver waits for their unfinished work.
+        """Yield all blocks with their states. The caller frees them; `cuMemFree` waits for unfinished work.
 
-        The caller frees a block only if its state is unchanged, as an interruption may have changed it.
+        The caller frees a block only if the block still has the yielded state, which an interruption may have changed.
         """
         for block in list(self.idle):
             state = block.state
             if block in self.idle:
                 yield block, state
-        if self.idle:  # an interruption added blocks
+        if self.idle:  # an interruption added blocks: keep the queues
             return
         self._ready.clear()
         try:
@@ -185,12 +186,12 @@ class Pool:
             pass
 
     def tidy(self) -> None:
-        """Remove freed blocks from the queues. Otherwise the next request of their size removes them."""
+        """Remove from the queues the blocks that the driver has freed. Otherwise later requests remove them."""
         for queue in list(self._ready.values()):
             queue[:] = [block for block in queue if block.state is READY]
 
     def _collect(self, wait: bool = False) -> None:
-        """Make blocks READY whose work is done. With `wait`, first wait for the events of the oldest batch."""
+        """Set the state READY for blocks whose events have completed. With `wait`, first wait for the oldest batch."""
         while True:
             try:
                 batch = self._marked[0]
@@ -203,7 +204,7 @@ class Pool:
                     wait = False
                 elif batch.marks and not all(mark.passed() for mark in batch.marks):
                     return
-            except DeviceError:  # the blocks are never reused; Numba's next call raises the error
+            except DeviceError:  # do not reuse the blocks; Numba's next call raises the error
                 pass
             else:
                 for block in batch.blocks:
@@ -214,7 +215,7 @@ class Pool:
                         block.state = READY
                         queue.append(block)
             try:
-                if self._marked[0] is batch:  # false if a signal handler allocated and closed it
+                if self._marked[0] is batch:  # a signal handler may have removed the batch
                     self._marked.popleft()
                     batch.close()
             except IndexError:

@@ -1,8 +1,9 @@
-"""Numba in the shared pool, through a memory manager that allocates arrays as blocks of the pool.
+"""Makes Numba allocate from the driver pool that all frameworks share under `strategy: pool`.
 
-Numba's own manager defers frees until more than ten, or a fifth of the GPU, are pending. Other frameworks cannot use
-pending memory. So this manager frees a block of 2 MiB and more at once, and defers the free of a smaller block as Numba
-does.
+A memory manager allocates the memory of Numba's arrays from the shared pool. Numba's own manager defers frees until
+more than ten frees, or more than a fifth of the GPU's memory, are pending. Other frameworks cannot use memory whose
+free is pending. So this manager frees blocks of 2 MiB or more immediately, and defers the free of smaller blocks as
+Numba does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from memguard.errors import CapNotApplied, ConflictingSetting
 
 
 class PooledNumba(PooledBlocks, Numba):
-    """Numba's device arrays, in the shared pool."""
+    """Makes Numba allocate its device arrays from the shared pool."""
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         driver: Any = sys.modules.get(DRIVER)
@@ -44,7 +45,7 @@ class PooledNumba(PooledBlocks, Numba):
         if not all(hasattr(manager, "memguard_client") for manager in live):
             why = "it was live before memguard.init(): its context keeps its memory manager"
             raise CapNotApplied(self.name, why, "call memguard.init() before Numba's first array or kernel")
-        manager: Any = type(live[0]) if live else joined(driver)  # the manager of an earlier budget
+        manager: Any = type(live[0]) if live else joined(driver)  # reuse the class of an earlier budget
         replaced, self._user_manager = Replacements(), before
 
         def restore() -> None:
@@ -79,10 +80,10 @@ class PooledNumba(PooledBlocks, Numba):
 
 
 def joined(driver: Any) -> type:
-    """Create a class of memory managers that allocate from the shared pool while `memguard_client` is set."""
+    """Create a memory manager class for Numba, which allocates from the shared pool while `memguard_client` is set."""
 
     class PooledMemoryManager(driver.NumbaCUDAMemoryManager):  # type: ignore[misc]
-        """Numba's own memory manager, but arrays are blocks of memguard's shared pool."""
+        """Numba's own memory manager, except that arrays are allocated from memguard's shared pool."""
 
         memguard_client: ClassVar[PooledNumba | None] = None
 
@@ -97,13 +98,13 @@ def joined(driver: Any) -> type:
                 text = "Call to cuMemAllocFromPoolAsync results in CUDA_ERROR_OUT_OF_MEMORY: " + owner._no_room_text(
                     size
                 )
-                # A call creates the error, so that no frame keeps it, and through it the program's arrays, alive.
+                # No variable holds the error: its traceback would keep the program's arrays alive.
                 raise owner._with_reported_refusal_here(driver.CudaAPIError(code, text), size)
             return self._array_of(held)
 
         def _array_of(self, held: PoolBlock) -> Any:
-            """Create the array's pointer. If a Ctrl-C comes before the pointer has its finalizer, the last reference to
-            `held` ends, which frees the block."""
+            """Create Numba's pointer for the block `held`. If a Ctrl-C comes before the pointer has its finalizer, the
+            block is freed with the last reference to `held`."""
             address, size = held.address, held.size
             as_pointer = getattr(getattr(driver, "binding", None), "CUdeviceptr", None)
             pointer = as_pointer(address) if as_pointer is not None else address

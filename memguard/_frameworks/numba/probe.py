@@ -1,4 +1,4 @@
-"""The doctor's probe for Numba: numba-cuda, or the CUDA part of older releases of Numba."""
+"""Checks for `memguard doctor` that numba-cuda, or the CUDA part of an older Numba, finds its GPUs and computes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def probe(report: ProbeReport) -> None:
     except Exception:
         if hasattr(np, "row_stack"):
             raise
-        # NumPy 2.5 removed `row_stack`, which numba-cuda 0.30 needs. Report the error, and whether restoring the
-        # function helps.
+        # NumPy 2.5 removed `row_stack`, which numba-cuda 0.30 needs. The report has this error, and the result of a
+        # second attempt with the function restored.
         np.row_stack = np.vstack
         with report.stage("compute with numpy.row_stack"):
             _compute(cuda, np)

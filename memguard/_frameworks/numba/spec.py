@@ -1,4 +1,4 @@
-"""What memguard knows about Numba, as a `FrameworkSpec`: names, measured sizes, error patterns."""
+"""Numba's `FrameworkSpec`: static properties that the budget, plan, reports and simulation read."""
 
 from memguard._base.framework_spec import Examined, Exchanged, FrameworkSpec
 from memguard._base.units import MIB

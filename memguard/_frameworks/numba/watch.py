@@ -1,15 +1,16 @@
 """Watches which streams Numba's kernels and copies use, and which addresses its arrays export.
 
-An event on the legacy default stream covers that stream and the blocking streams, which `cuda.stream()` creates. Any
-other stream (an external stream, a per-thread default stream, a stream of cuda.core) becomes visible when Numba creates
-a handle for it. Such a stream ends pooling for good, because earlier arrays may have been used on it too. By CUDA's
-documentation `cuStreamQuery` of the legacy stream reports on that stream alone, so the pool relies on it only while
-Numba has no other stream (`default_alone`).
+memguard's pool reuses a freed block once CUDA events have completed. An event on the legacy default stream covers the
+work of that stream and of blocking streams, which `cuda.stream()` creates. memguard detects any other stream (an
+external stream, a per-thread default stream, a stream of cuda.core) when Numba asks for the stream's handle. Such a
+stream ends pooling permanently, because the program may already have used arrays on that stream. According to CUDA's
+documentation, `cuStreamQuery` of the legacy stream reports only that stream's work, so the pool uses the query only
+while Numba has no other stream (`default_alone`).
 
-Numba's own kernels and copies read an address without exporting it. Any other reader (the CUDA array interface,
-`device_ctypes_pointer`, an IPC handle, `gpu_data.handle`) exports the block. All readers call the same function of
-Numba, so memguard distinguishes them by the calling code. In an unknown version of Numba, every block counts as
-exported.
+An address is exported if code outside Numba may use it. Numba's own kernels and copies read an address without
+exporting it. Any other reader (the CUDA array interface, `device_ctypes_pointer`, an IPC handle, `gpu_data.handle`)
+exports the block. All readers use the same attributes of Numba's pointers, so memguard distinguishes them by the
+calling code. In a version of Numba that memguard does not know, every block counts as exported.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ from memguard.errors import DeviceError, Suspended
 _blocking: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """Numba's own live blocking streams, by handle."""
 _unmarked: set[object] = set()
-"""One entry for each of Numba's own streams, from before its first work until the event at its end is recorded. A
-stream is in both this set and `_blocking` for a time, so that at least one of them always contains it."""
+"""One entry for each of Numba's own streams, added before the stream's first work, and removed once the event at the
+stream's destruction is recorded."""
 _MOST_ENDED = 32
-"""If more events than this are kept, the completed ones are removed. The bound rises to twice the number of incomplete
-events."""
+"""If `EndedStreams.marks` has more events than this, the completed events are removed. The bound then rises to twice
+the number of incomplete events."""
 _PER_THREAD = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
-"""The variable that makes cuda-python's stream 0 a per-thread stream. Numba sets it for
-NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM."""
+"""The environment variable that makes cuda-python's stream 0 a per-thread stream. Numba sets it if
+NUMBA_CUDA_PER_THREAD_DEFAULT_STREAM is set."""
 _NEEDED = ("Stream", "Context", "MemoryPointer", "_stream_handle", "_to_core_stream")
 
 _lost: weakref.WeakSet[ModuleType] = weakref.WeakSet()
-"""Numba's driver modules whose streams were unwatched for a time, or that used a stream of another kind."""
+"""Numba's driver modules that have used an uncovered stream, or whose streams were at some time not watched."""
 
 
 def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None]) -> bool:
-    """Watch Numba's streams until `replaced` is undone; then call `stop_pooling`. Returns whether it watches all
-    streams.
+    """Watch Numba's streams until the caller undoes `replaced` and calls `stop_pooling`. Returns False if memguard
+    cannot watch all streams.
 
-    It calls `on_uncovered` on the thread that passes Numba a stream of another kind.
+    Calls `on_uncovered` on the thread that passes Numba a stream which the pool's events do not cover.
     """
     if driver in _lost or any(not hasattr(driver, name) for name in _NEEDED) or _per_thread(driver) or _configured():
         return False
@@ -59,7 +60,7 @@ def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None])
 
     def made(original: Callable[..., None]) -> Callable[..., None]:
         def init(self: Any, handle: Any, finalizer: Any = None, *args: Any, **kwargs: Any) -> None:
-            # Numba's own streams have a finalizer, and their handle lives as long as they do.
+            # Numba's own streams have a finalizer, and the handle is valid as long as the object exists.
             own = finalizer is not None and streams.blocking(int(handle))
             original(self, handle, leaving(int(handle), finalizer) if own else finalizer, *args, **kwargs)
             if own:
@@ -75,7 +76,7 @@ def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None])
         def finish() -> Any:
             try:
                 if driver not in _lost:
-                    with contextlib.suppress(Suspended):  # the suspension has completed all work of the stream
+                    with contextlib.suppress(Suspended):  # all work is complete during a suspension: no event is needed
                         suspension.check("a mark")
                         mark()
                     _unmarked.discard(one)
@@ -87,7 +88,7 @@ def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None])
 
     def given(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def handle(stream: Any) -> Any:
-            found = original(stream)  # if this raises, no work reaches the stream
+            found = original(stream)  # if this raises, Numba queues no work on the stream
             if not covered(stream):
                 end()
             return found
@@ -99,12 +100,12 @@ def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None])
 
 
 def stop_pooling(driver: Any) -> None:
-    """Disable pooling for this driver module for good, as its streams are no longer watched."""
+    """Disable pooling permanently for this driver module, because its streams are no longer watched."""
     _lost.add(driver)
 
 
 def covered(stream: Any) -> bool:
-    """Whether an event on the legacy default stream covers the work of this stream of Numba."""
+    """True if an event on the legacy default stream covers the work on the given stream."""
     if stream is None:
         return True
     try:
@@ -115,24 +116,24 @@ def covered(stream: Any) -> bool:
 
 
 def default_alone() -> bool:
-    """True if of all Numba's streams only the legacy default stream may have unfinished work."""
+    """True if no stream of Numba except the legacy default stream may have unfinished work."""
     return not _unmarked and not ended.marks  # in this order: a stream enters `marks` before it leaves `_unmarked`
 
 
 class EndedStreams:
-    """The unfinished work of destroyed streams. CUDA does not document whether the legacy stream still waits for it.
+    """CUDA events for destroyed streams: CUDA does not document whether the legacy stream waits for their work.
 
     So a finalizer records a CUDA event on each stream before Numba destroys the stream.
     """
 
     def __init__(self) -> None:
         self.marks: list[EndedStreams.SharedMark] = []
-        """The events that were incomplete at the last check."""
+        """The events that had not completed at the last check."""
         self._most = _MOST_ENDED
-        self._lives = Counter[int]()  # the number of ended contexts by handle, as a later context may reuse a handle
+        self._lives = Counter[int]()  # by handle: the number of destroyed contexts that had it
 
     class SharedMark:
-        """A CUDA event that several flushes wait for. It is closed when it completes, not with the first flush."""
+        """A CUDA event for which several batches of the pool wait. Closing one batch does not close the event."""
 
         def __init__(self, mark: streams.Mark, context: int) -> None:
             self.mark, self.context = mark, context
@@ -146,13 +147,13 @@ class EndedStreams:
         def close(self) -> None: ...
 
     def stream(self, handle: int) -> Callable[[], None]:
-        """Return a function that records a CUDA event on a stream, unless the stream's context has ended. Raises
-        DeviceError if CUDA refuses."""
+        """Return a function that records a CUDA event on a stream, unless the stream's context has been destroyed. The
+        function raises DeviceError if CUDA refuses."""
         ordinal, context = contexts.current() or 0, contexts.current_handle() or 0
         life = self._lives[context]
 
         def mark() -> None:
-            if self._lives[context] == life:  # the context lives: on a destroyed stream the driver would crash
+            if self._lives[context] == life:  # on a stream of a destroyed context the driver crashes
                 if len(self.marks) > self._most:
                     self._most = max(_MOST_ENDED, 2 * len(self.unfinished()))
                 with contexts.capture_safe():
@@ -161,16 +162,16 @@ class EndedStreams:
         return mark
 
     def unfinished(self) -> list[EndedStreams.SharedMark]:
-        """The events whose work may be unfinished. Raises DeviceError if a query fails."""
+        """Remove the completed events and return the others. Raises DeviceError if a query fails."""
         for shared in self.marks.copy():
             if shared.passed():
-                with contextlib.suppress(ValueError):  # another thread removed it
+                with contextlib.suppress(ValueError):  # another thread has removed `shared`
                     self.marks.remove(shared)
                     shared.mark.close()
         return self.marks.copy()
 
     def forget(self, context: int) -> None:
-        """Drop the events of a context that ends. No further event is recorded on its streams."""
+        """Remove the events of a context that is about to be destroyed. Records no more events on its streams."""
         self._lives[context] += 1
         for shared in self.marks.copy():  # not `clear`: a finalizer may append at any time
             if shared.context == context:
@@ -189,7 +190,7 @@ class Addresses:
         passed_on = [getattr(driver, "device_pointer", None), getattr(driver, "device_ctypes_pointer", None)]
         copies = ("host_to_device", "device_to_host", "device_to_device", "device_memset")
         work = [getattr(driver, name, None) for name in copies]
-        work += [getattr(array, "_strided_memory_view_shim", None)]  # a kernel's argument
+        work += [getattr(array, "_strided_memory_view_shim", None)]  # prepares a kernel's argument
         work += [
             vars(pointer).get(name) for name in ("view", "memset", "device_ctypes_pointer", "device_pointer_value")
         ]
@@ -197,7 +198,7 @@ class Addresses:
         self._work = _codes(work)
 
     def exported(self, frame: FrameType | None) -> bool:
-        """Whether this frame's code reads the address in order to export it."""
+        """True if the code that reads the address, in this frame or its callers, exports the address."""
         while frame is not None and frame.f_code in self._between:
             frame = frame.f_back
         return frame is None or frame.f_code not in self._work
@@ -210,7 +211,8 @@ def _codes(functions: list[Any]) -> frozenset[CodeType]:
 
 
 def _configured() -> bool:
-    """Whether a kernel was configured with a stream before `watch`: Numba caches `kernel[blocks, threads, stream]`."""
+    """True if a kernel may have been configured with a stream before `watch`: Numba caches `kernel[blocks, threads,
+    stream]`."""
     dispatcher = getattr(sys.modules.get("numba.cuda.dispatcher"), "CUDADispatcher", None)
     made = getattr(getattr(dispatcher, "configure", None), "cache_info", None)
     return made is not None and made().currsize > 0

@@ -1,1 +1,1 @@
-"""PyCUDA: the adapter, its pools and its contexts."""
+"""PyCUDA: the adapter that caps PyCUDA's allocations, and the tracking of its pools and contexts."""

@@ -1,14 +1,16 @@
-"""Caps PyCUDA by a counted pool behind `mem_alloc` and `gpuarray`, in the device's primary context.
+"""Caps PyCUDA by making `mem_alloc` and `gpuarray` allocate from a pool whose driver memory memguard counts.
 
-Measured: PyCUDA's pool has no limit of its own, so the adapter checks the cap before the pool grows. The pool's bins
-round up (256 MiB requested, 272 taken), and the driver rounds allocations above 1 MiB up to 2 MiB and packs smaller
-ones into 2 MiB slabs; held counts both. `mem_alloc` is a default argument across `pycuda.gpuarray`, so the adapter
-replaces those defaults too. Unless the budget says `context: own`, `Device.make_context`, and with it
-`pycuda.autoinit`, returns the primary context of the other frameworks: a second context costs 518 MiB (measured).
+Measured: PyCUDA's `DeviceMemoryPool` has no limit, so the adapter checks the cap before a pool grows. A pool rounds
+requests up to the size of a bin (272 MiB for 256 MiB), and the driver rounds allocations above 1 MiB up to 2 MiB and
+packs smaller ones into 2 MiB slabs; the held bytes include this rounding. `mem_alloc` is a default argument of many
+functions in `pycuda.gpuarray`, so the adapter replaces those defaults too. Unless the budget says `context: own`,
+`Device.make_context` (which `pycuda.autoinit` calls) returns the GPU's primary context, which the other frameworks
+also use: a second context takes 518 MiB (measured).
 
-The adapter replaces a pool's methods on its class, so existing and new pools and their subclasses share the cap.
+The adapter replaces the methods of the pool class, so existing and new pools, also of derived classes, share the cap.
 
-Not counted: functions and bound methods taken from PyCUDA before memguard.init, `drv.Array`, managed memory.
+Not counted: allocations by functions and bound methods that the program saved before memguard.init, `drv.Array`, and
+managed memory.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ _never_freed: list[Pool] = []
 
 
 class PyCUDA(Framework):
-    """PyCUDA's device allocations: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`."""
+    """Caps PyCUDA's device allocations: `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`."""
 
     spec = SPEC
 
@@ -51,26 +53,26 @@ class PyCUDA(Framework):
         self._caps: dict[str, int] = {}
         self._by_ordinal: dict[int, str] = {}
         self._ordinals: dict[str, int] = {}
-        self._seen: set[str] = set()  # GPUs on which a reading without a cap found a PyCUDA context
-        self._own: dict[int, Pool] = {}  # by context handle
+        self._seen: set[str] = set()  # GPUs on which `_uncounted` has found a PyCUDA context
+        self._own: dict[int, Pool] = {}  # memguard's own pools, by context handle
         self._last: Pool | None = None  # the pool of the last `mem_alloc`
         self._others: dict[int, Pool] = {}  # the user's pools, by `id`
         self._pages: dict[str, DriverPages] = {}
         self._pitched: dict[str, Pitched] = {}
         self._peak: Counter[str] = Counter()
-        self._freed: deque[tuple[Pitched, int, int]] = deque()  # recorded by finalizers, applied under the lock
+        self._freed: deque[tuple[Pitched, int, int]] = deque()  # finalizers append, `_apply_recorded` removes
         self._events: list[TraceEvent] | None = None
         self._recorded: set[int] = set()
         self._serial = 0
-        self._some_wanted = False  # whether a pool's `wanted` is set
+        self._some_wanted = False  # True if some pool's `wanted` is not 0
         self._mem_alloc: Callable[[int], Any] | None = None
 
     def _live(self, module: ModuleType) -> bool:
         return bool(self._own or self._others) or current_context(module) is not None
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
-        # This runs inside the import of pycuda.driver. `pycuda.tools` and `pycuda.gpuarray` may be in the middle of
-        # their own import, so use names of pycuda.driver alone.
+        # This runs inside the import of pycuda.driver. `pycuda.tools` and `pycuda.gpuarray` may be partly imported, so
+        # use only names of pycuda.driver.
         drv: Any = sys.modules["pycuda.driver"]
         devices = self.host.devices(ordinals=True)
         if any(device.ordinal is None for device in devices):
@@ -120,32 +122,34 @@ class PyCUDA(Framework):
             held, peak = pages.held(), self._peak[uuid]
             idle = pages.returned_by(pieces) if pieces else 0
         if not pools and not held and not peak:
-            return None  # PyCUDA's context is on another GPU, or PyCUDA has not allocated yet
+            return None  # PyCUDA uses another GPU, or has not allocated yet
         return usage_of((held, in_use, idle, None, None, peak))
 
     def _uncounted(self, device: Device) -> Usage | None:
-        """The usage without a cap: unknown bytes on a GPU where a reading found a PyCUDA context, because memguard then
-        counts no PyCUDA memory. A reading finds another thread's context only if `pycuda.autoinit` created it."""
+        """Usage without a cap, when memguard does not count PyCUDA's memory: unknown bytes on a GPU where this method
+        has found a PyCUDA context, else None. It finds another thread's context only if `pycuda.autoinit` created that
+        context."""
         ordinal = contexts.ordinals().get(device.uuid)
         if ordinal is not None and (automatic(ordinal) or (pushed() is not None and contexts.current() == ordinal)):
             self._seen.add(device.uuid)
         return Usage(None, None) if device.uuid in self._seen else None
 
     def trim(self, device: Device) -> None:
-        """`free_held()` of all pools that this thread can free."""
+        """Call `free_held()` of all pools whose idle blocks this thread can free."""
         self._shrink(device.uuid, None)
 
     def trim_partly(self, device: Device, needed: int) -> None:
         """Free the fewest idle blocks that return at least `needed` bytes to the driver.
 
-        memguard's own pools can free blocks on threads whose current PyCUDA context is the pool's, or which have none.
-        A user's pool (`DeviceMemoryPool`) can free blocks only on the thread that used it first. On other threads this
-        records the needed bytes, and the pool's next request on a suitable thread frees them.
+        memguard's own pools can free blocks on a thread whose current PyCUDA context is the pool's context, or that has
+        no current context. A user's pool (`DeviceMemoryPool`) can free blocks only on the thread that used it first. On
+        any other thread, this method records the needed bytes, and PyCUDA's next request on a suitable thread frees
+        them.
         """
         self._shrink(device.uuid, needed)
 
     def _shrink(self, uuid: str, needed: int | None) -> None:
-        """Free idle blocks. `needed`: bytes; None for all."""
+        """Free at least `needed` bytes of idle blocks, or all idle blocks if `needed` is None."""
         drv = sys.modules.get("pycuda.driver")
         if drv is None or not self._caps:
             return
@@ -163,10 +167,10 @@ class PyCUDA(Framework):
                     pool.free_held(needed=None if needed is None or nested else missing)
                 elif needed is not None and _idle_bytes(pool):
                     pool.wanted, self._some_wanted = max(pool.wanted, missing), True
-                    pool.close()  # an open pool serves a `hit` without the check
+                    pool.close()  # `hit` would serve requests without freeing the wanted bytes
 
     def _free_wanted(self, drv: Any) -> None:
-        """Free the bytes that other threads requested from this thread's pools. Callers hold the lock."""
+        """Free idle blocks that other threads needed but could not free (`Pool.wanted`). Callers hold the lock."""
         current = current_context(drv)
         self._some_wanted = False
         for pool in self._all():
@@ -177,14 +181,13 @@ class PyCUDA(Framework):
                 self._some_wanted = True
 
     def resize(self, caps: Mapping[str, int]) -> None:
-        """Set the cap that the next check reads, including the retry of a request that has just failed. While held
-        bytes exceed a lowered cap, idle blocks still serve requests, but the pools take no more driver memory."""
+        """Set new caps, which apply from the next check on, also to the retry of a request that has just failed. While
+        the held bytes exceed a lowered cap, idle blocks still serve requests, but no pool takes more driver memory."""
         self._caps = dict(caps)
 
     def footprint(self, size: int) -> int:
-        """The bytes of a block of the request's bin (at most a sixteenth larger), in whole pages because a small block
-        may open a slab. Holds for a pool with memory: a pool's first allocation also takes one small block, which stays
-        idle.
+        """The size of the bin that serves `size` (at most 1/16 larger), rounded up to whole pages because a small block
+        may open a slab. A pool's first allocation takes one small block more, which stays idle.
         """
         with self._lock:
             pool = next(iter(self._own.values()), None)
@@ -197,7 +200,7 @@ class PyCUDA(Framework):
         return [Drift("pycuda.driver.mem_alloc was replaced after memguard.init", "the cap does not hold there")]
 
     def contexts(self, device: Device) -> frozenset[int]:
-        # A reading calls `usage` first, which removes the pools of destroyed contexts.
+        # The caller has called `usage`, which removes the pools of destroyed contexts.
         uuid = device.uuid
         return frozenset([pool.context for pool in self._all() if pool.uuid == uuid])
 
@@ -207,7 +210,7 @@ class PyCUDA(Framework):
         with self._lock:
             self._events = []
             for pool in self._all():
-                pool.close()  # a trace needs each allocation, and a `hit` records none
+                pool.close()  # `hit` would serve requests without recording them
 
         def stop() -> list[TraceEvent]:
             events, self._events = self._events or [], None
@@ -227,8 +230,9 @@ class PyCUDA(Framework):
 
         def mem_alloc(size: int) -> Any:
             pool = self._last
-            # `current_object` returns the same object if Python code pushed the context. Comparing the driver's context
-            # ids proves that the pool's memory exists, in half the time of a query for a block.
+            # PyCUDA returns the same context object for a context that Python code pushed. If the driver's current
+            # context also has the pool's id, the pool's memory exists. That check takes half the time of
+            # `memory_exists`.
             if (
                 pool is not None
                 and current_object() is pool.made_in
@@ -239,11 +243,11 @@ class PyCUDA(Framework):
                     return allocation
             current = current_context(drv) if replaced.active else None
             if current is None or size <= 0:
-                return raw_alloc(size)  # raises PyCUDA's own error
+                return raw_alloc(size)  # let PyCUDA raise its own error
             return self._allocate(drv, lambda: self._pool_here(drv, current, raw_pool), size)
 
         def mem_alloc_pitch(width: int, height: int, access_size: int) -> Any:
-            # The driver chooses the pitch, a multiple of at least 512 bytes.
+            # The driver chooses the pitch: a multiple of 512 bytes or of a larger unit.
             current = current_context(drv)
             if current is None:
                 return raw_pitch(width, height, access_size)
@@ -255,7 +259,7 @@ class PyCUDA(Framework):
                     if more <= 0 or not self._room_for(error, uuid, requested):
                         self._report_refusal_on(error, uuid, requested)
                         raise
-                more -= 1  # here the error and its frames are already freed
+                more -= 1  # after the `except` block, which frees the error and its frames
 
         def pitched_within_cap(uuid: str, width: int, height: int, access_size: int) -> Any:
             with self._lock:
@@ -332,7 +336,7 @@ class PyCUDA(Framework):
         def restore() -> None:
             replaced.undo()
             if self._mem_alloc is not None:
-                _swap_defaults(self._mem_alloc, raw_alloc)  # also for a gpuarray imported after memguard.init
+                _swap_defaults(self._mem_alloc, raw_alloc)  # also if gpuarray was imported after memguard.init
             current = current_context(drv)
             with self._lock:
                 self._apply_recorded()
@@ -340,11 +344,11 @@ class PyCUDA(Framework):
                     if current is not None and pool.context == current.handle:
                         pool.free_held()
                     else:
-                        _never_freed.append(pool)  # freeing it while its context is not current may abort the process
+                        _never_freed.append(pool)  # a free without the pool's context may abort the process
                 for pool in self._all():
                     pool.forget()
                 self._last = None
-                self._own.clear()  # live arrays keep their pool alive
+                self._own.clear()  # a live array keeps its pool alive
                 others.clear()
                 self._caps, self._mem_alloc = {}, None
 
@@ -352,14 +356,14 @@ class PyCUDA(Framework):
         replaced.put(drv, "mem_alloc", lambda _: mem_alloc, direct=True)
         self._mem_alloc = drv.mem_alloc
         replaced.put(drv, "mem_alloc_pitch", lambda _: mem_alloc_pitch)
-        # On the class itself, which covers existing pools and derived classes.
+        # Replaced on the class, so that the replacement applies to existing pools and derived classes.
         replaced.put(pool_class, "allocate", lambda _: allocate, direct=True)
         replaced.put(pool_class, "free_held", lambda _: free_held)
         replaced.put(pool_class, "stop_holding", stop_holding)
         replaced.put(getattr(drv, "PooledDeviceAllocation", None), "free", free)
         if not own_context:
             serve_by_primary(drv, replaced)
-        # Before CUDA's initialisation and before PyCUDA's import, no stream exists.
+        # Until CUDA is initialised and PyCUDA is imported, no PyCUDA stream exists.
         imported = not getattr(drv.__spec__, "_initializing", False)
         watch_streams(drv, replaced, used=imported and contexts.initialised())
         _swap_defaults(raw_alloc, self._mem_alloc)
@@ -368,11 +372,11 @@ class PyCUDA(Framework):
         with self._lock:
             handle = current.handle
             former = pool = self._own.get(handle)
-            if pool is not None and pool.dead():  # a new context has the handle of a destroyed one
+            if pool is not None and pool.dead():  # the handle now belongs to a new context
                 self._retire(pool)
                 pool = None
             elif pool is not None and pool.empty() and pool.made_in is not current and not self._primary(handle):
-                pool = None  # its context may be destroyed, which an empty pool cannot detect
+                pool = None  # the pool's context may be destroyed: without memory the pool cannot tell
             if pool is None:
                 made = raw.make()
                 uuid = self._uuid(drv, current)
@@ -384,7 +388,8 @@ class PyCUDA(Framework):
             return pool
 
     def _tracked(self, pool: Any) -> Pool | None:
-        """memguard's `Pool` of a user's pool, or None. Drops the `Pool` of an earlier user pool with the same `id`."""
+        """memguard's `Pool` that tracks a user's pool; None if there is none. Drops the `Pool` of a deleted user's pool
+        whose `id` the given pool has."""
         tracked = self._others.get(id(pool))
         if tracked is not None and tracked.reference() is not pool:
             self._drop(id(pool), tracked)
@@ -392,8 +397,8 @@ class PyCUDA(Framework):
         return tracked
 
     def _drop(self, key: int, tracked: Pool) -> None:
-        """Drop a pool that the user has deleted. A signal handler may have done so already, and a new pool may have its
-        `id`."""
+        """Stop tracking a pool that the user has deleted. Does nothing to a new pool with the same `id`, which a signal
+        handler may have added."""
         _discard(self._others, key, tracked)
         tracked.forget()
 
@@ -401,7 +406,7 @@ class PyCUDA(Framework):
         return [*self._own.values(), *self._others.values()]
 
     def _allocate(self, drv: Any, find: Callable[[], Pool], size: int) -> Any:
-        """Allocate from the pool that `find` returns."""
+        """Allocate from the pool that `find` returns. After a refusal, ask the guard for memory and retry."""
         uuid, more = "", TRIES
         while True:
             try:
@@ -416,11 +421,11 @@ class PyCUDA(Framework):
                 if more <= 0 or not self._room_for(error, uuid, size):
                     self._report_refusal_on(error, uuid, size)
                     raise
-            more -= 1  # here the error and its frames are already freed
+            more -= 1  # after the `except` block, which frees the error and its frames
 
     def _room_for(self, error: BaseException, uuid: str, requested: int) -> bool:
-        """Request room for a failed request; returns whether siblings released memory or the cap rose. Does nothing
-        inside another call that holds the lock."""
+        """Ask the guard, for a failed request, to trim other frameworks or raise the cap. True if memory was released
+        or the cap rose. Does nothing if this thread holds the adapter's lock."""
         shortage = attached_shortage(error, self.name, uuid, requested)
         if shortage is None or uuid not in self._caps or self.capturing():
             return False
@@ -445,7 +450,7 @@ class PyCUDA(Framework):
             drv,
             pool.uuid,
             size,
-            round_up(bin_size) + (GRANULE if pool.empty() else 0),  # the first block needs a small idle one too
+            round_up(bin_size) + (GRANULE if pool.empty() else 0),  # a pool's first block takes a small idle block too
             lambda cap: pages.fits(bin_size, cap) or pool.has_free(bin_size),
             lambda: pool.take(size, bin_size),
             pool.undo_allocation,
@@ -471,24 +476,24 @@ class PyCUDA(Framework):
         take: Callable[[], _Taken],
         undo_allocation: Callable[[_Taken], None],
     ) -> _Taken:
-        """Call `take` within the cap and return the result. Raises PyCUDA's own MemoryError if the allocation exceeds
-        the cap even after idle blocks are freed, or if the driver refuses it."""
+        """Call `take` if its allocation fits within the cap, and return the result. Raises PyCUDA's own MemoryError if
+        the cap or the driver refuses the allocation even after idle blocks are freed."""
         cap = self._caps.get(uuid)
         for last in (False, True):
             held = self._counted_bytes(uuid)
             if cap is None or fits(cap):
                 try:
                     taken = take()
-                except drv.MemoryError as error:  # the driver's error text has no size
+                except drv.MemoryError as error:  # the driver's error lacks the size: attach it
                     attach_shortage(error, requested, needed, full=True)
                     if last or cap is None:
                         raise
                 else:
                     if cap is None or self._counted_bytes(uuid) <= max(cap, held):
                         return taken
-                    undo_allocation(taken)  # the driver opened a slab, as no hole had room
+                    undo_allocation(taken)  # above the cap: the driver opened a new slab
                     del taken
-            self._apply_recorded()  # the garbage collector may have freed blocks
+            self._apply_recorded()  # finalizers may have run since the check
             current = current_context(drv)
             for pool in self._pools(uuid):
                 if current is not None and pool.reachable(current.handle):
@@ -514,12 +519,12 @@ class PyCUDA(Framework):
         return self._pages_of(uuid).counted()
 
     def _in_use(self, uuid: str, pools: Sequence[Pool] | None = None) -> int:
-        """The bytes of live allocations. Updates the peak."""
+        """The bytes of live allocations on the GPU. Updates the peak."""
         pools = self._pools(uuid) if pools is None else pools
         return self._noted(uuid, sum([pool.active_bytes() for pool in pools]))
 
     def _noted(self, uuid: str, in_use: int) -> int:
-        """Add the pitched allocations to the pools' bytes in use. Updates the peak."""
+        """Return `in_use`, the pools' bytes in use, plus those of pitched allocations. Updates the peak."""
         if (pitched := self._pitched.get(uuid)) is not None:
             in_use += pitched.in_use
         if uuid not in self._peak or in_use > self._peak[uuid]:
@@ -527,15 +532,15 @@ class PyCUDA(Framework):
         return in_use
 
     def _note_peak(self, uuid: str, rising: Pool | None = None) -> None:
-        """Update the peak. Until the next update, `rising` may grow up to the peak, and the other pools only up to
-        their present bytes."""
+        """Update the peak of bytes in use. Then let `hit` skip this update: in the pool `rising` until the sum would
+        exceed the peak, in the other pools until their own bytes in use grow."""
         pools = self._pools(uuid)
         for pool in pools:
-            pool.peak_room = -1  # another thread's `hit` calls this method too, and waits for the lock
+            pool.peak_room = -1  # makes a concurrent `hit` call this method and wait for the lock
         noted = [pool.check_peak() for pool in pools]
         active = [pool.active_bytes() for pool in pools]
         spare = -self._in_use(uuid, pools)
-        spare += self._peak[uuid]  # a separate statement, as the line above may have raised the peak
+        spare += self._peak[uuid]  # separate, because `_in_use` above may have raised the peak
         for pool, size, idle in zip(pools, active, noted, strict=True):
             pool.peak_room = size + (spare if pool is rising else 0)
             pool.skip_peak_check(idle)
@@ -545,7 +550,7 @@ class PyCUDA(Framework):
             self._note_peak(pool.uuid, pool)
 
     def _apply_recorded(self) -> None:
-        """Apply the frees that pitched allocations' finalizers recorded, and changes that a Ctrl-C interrupted.
+        """Stop counting pitched allocations whose finalizers have run, and finish changes that a Ctrl-C interrupted.
 
         Callers hold the lock.
         """
@@ -560,8 +565,8 @@ class PyCUDA(Framework):
             count.remove(address, size)
 
     def _retire(self, pool: Pool) -> None:
-        """Keep the pool of a destroyed context alive for ever. Its memory no longer exists, and freeing the pool would
-        abort the process."""
+        """Stop using the pool of a destroyed context, and keep its object alive forever. The pool's memory no longer
+        exists, and deleting the pool would abort the process."""
         _discard(self._own, pool.context, pool)
         if self._last is pool:
             self._last = None
@@ -569,10 +574,10 @@ class PyCUDA(Framework):
         _never_freed.append(pool)
 
     def _pools(self, uuid: str) -> list[Pool]:
-        """The pools on this GPU, except pools of destroyed contexts.
+        """The pools on this GPU, except those of destroyed contexts.
 
-        Each ledger reading calls this method, so it skips the check of the primary context: other frameworks keep that
-        context alive.
+        Every usage reading calls this method. To save time, it does not check whether the primary context still exists:
+        the other frameworks keep that context alive.
         """
         pools = [pool for pool in list(self._own.values()) if pool.uuid == uuid]
         if pools:
@@ -589,14 +594,14 @@ class PyCUDA(Framework):
         return [pool for pool in (*self._own.values(), *self._others.values()) if pool.uuid == uuid]
 
     def _released(self, uuid: str, serial: int) -> None:
-        # A finalizer: it may run inside any allocation, on any thread. So it only appends, without a lock or a CUDA
-        # call.
+        # A finalizer calls this method, possibly inside an allocation and on any thread. So the method only appends: it
+        # takes no lock and makes no CUDA call.
         events = self._events
         if events is not None and serial in self._recorded:
             events.append(TraceEvent(time.time(), self.name, "free", serial, device=self._position(uuid)))
 
     def _primary(self, handle: int) -> bool:
-        """Whether the handle may be a primary context's, for which PyCUDA may have several objects."""
+        """True if the handle may be that of a primary context. PyCUDA may have several objects for such a context."""
         return not contexts.initialised() or handle in map(contexts.primary, self._by_ordinal)
 
     def _position(self, uuid: str) -> int:
@@ -618,19 +623,19 @@ def _idle_bytes(pool: Pool) -> int:
 
 
 def _discard(pools: dict[int, Pool], key: int, pool: Pool | None) -> None:
-    """Remove the entry if it is still this pool. Atomic, because it makes no call that a signal handler could
-    interrupt."""
+    """Remove `pools[key]` if it is still `pool`. Atomic, because a signal handler runs only at a call, and this code
+    makes none."""
     if key in pools and pools[key] is pool:
         del pools[key]
 
 
 def _swap_defaults(old: Any, new: Any) -> None:
-    """Replace a default argument of all functions in `pycuda.gpuarray`, which captured `mem_alloc` at their
-    definition."""
+    """Replace the default argument `old` by `new` in all functions of `pycuda.gpuarray`: their defaults were bound to
+    `mem_alloc` when the functions were defined."""
     module = sys.modules.get("pycuda.gpuarray")
     if module is None:
         return
-    # During its import the module may lack the class. Later definitions then capture the new function.
+    # During its import the module may lack the class. Functions that are defined later get the new default.
     methods = vars(getattr(module, "GPUArray", object)).values()
     for value in [*vars(module).values(), *methods]:
         if not isinstance(value, FunctionType):

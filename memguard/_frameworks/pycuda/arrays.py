@@ -1,8 +1,8 @@
 """The exchange adapter of PyCUDA's arrays, which do not record a stream.
 
-If PyCUDA is the producer, the consumer waits for all work of the context. If it is the consumer, the user's stream
-waits, or the host without a stream. PyCUDA frees memory only on the thread that allocated it, so memguard releases a
-shared array on that thread.
+If PyCUDA is the producer, the consumer waits for all work of PyCUDA's context. If PyCUDA is the consumer, the stream
+that the user passed waits for the producer; without a stream, the host waits. PyCUDA frees memory only on the thread
+that allocated it, so memguard releases a shared array on that thread.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memguard._frameworks.pycuda.contexts import may_use_non_blocking_streams
 
 
 class PyCUDAArrays(Arrays):
-    """`pycuda.gpuarray.GPUArray`."""
+    """Offers, imports and copies `pycuda.gpuarray.GPUArray` objects."""
 
     traits: ClassVar[Traits] = Traits("pycuda", NUMPY_DTYPES, Layout.FORWARD, strided=False)
     module: ClassVar[str] = "pycuda"
@@ -42,7 +42,7 @@ class PyCUDAArrays(Arrays):
         return new_offer(("pycuda", view, x, None, context, threading.get_ident(), False))
 
     def place(self, view: View, device: int | None) -> int | None:
-        """The GPU whose context is current on this thread: PyCUDA allocates only there."""
+        """The GPU of this thread's current context: PyCUDA allocates only there. Raises if `device` is another GPU."""
         here = contexts.current()
         if device is not None and device != here:
             raise self.refusal(
@@ -52,7 +52,7 @@ class PyCUDAArrays(Arrays):
         return super().place(view, device) if here is None else here
 
     def context(self, device: int | None) -> int | None:
-        """The thread's current context, in which PyCUDA works; None if it is the primary one."""
+        """The handle of this thread's current context, which PyCUDA uses; None if that is the primary context."""
         here = contexts.current_handle()
         return here if device is not None and here != contexts.primary(device) else None
 
@@ -99,20 +99,19 @@ class PyCUDAArrays(Arrays):
         return made
 
     def _after_former_work(self, made: Any, stream: int | None) -> None:
-        """Make later work on `stream` wait for earlier work on this memory, which PyCUDA has just allocated.
+        """Make later work on `stream` wait for earlier work on the memory of the new array `made`.
 
-        Under a budget `empty` allocates from PyCUDA's pool, which reuses a block while kernels still use it. A block
-        straight from the driver has no unfinished work, as `cuMemFree` waits for it. Without `stream`, PyCUDA writes to
-        the memory on the legacy default stream, which waits for all streams except non-blocking ones.
+        Under a budget `gpuarray.empty` allocates from a PyCUDA pool, which may reuse a block that running kernels still
+        use. A block from `cuMemAlloc` has no unfinished work, because `cuMemFree` waits for all work. Without `stream`,
+        PyCUDA writes to the memory on the legacy default stream, which waits for all streams except non-blocking ones.
         """
         if isinstance(made.gpudata, sys.modules["pycuda.driver"].DeviceAllocation):
             return
         ordinal = contexts.current() or 0
         context, non_blocking = self.context(ordinal), may_use_non_blocking_streams()
         if stream is not None and stream <= streams.PER_THREAD and context is not None:
-            stream = (
-                None  # the handle means this context's default stream, but the driver would use the primary context's
-            )
+            # The handle means the default stream of `context`, but the driver would use the primary context's.
+            stream = None
         if non_blocking:
             streams.follow(ordinal, None, stream, context)
         elif stream is not None:

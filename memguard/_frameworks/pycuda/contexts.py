@@ -1,11 +1,11 @@
-"""Reads PyCUDA's contexts, makes `make_context` return the primary context, and watches PyCUDA's streams.
+"""Reads PyCUDA's contexts, makes `make_context` return the primary context, and detects non-blocking streams.
 
-PyCUDA keeps a stack of contexts for each thread. PyCUDA aborts the process if a context is still on the stack at the
-thread's end or at exit: code that pushes a context must pop it.
+PyCUDA keeps a stack of contexts for each thread, and aborts the process if a context is still on the stack when the
+thread or the process ends: code that pushes a context must pop it.
 
-PyCUDA creates streams with `Stream(flags)`, but its pools ignore streams: they reuse a block while a kernel still uses
-it. So a consumer on another framework's stream must know which earlier work may still run, also on non-blocking
-streams, for which the legacy default stream does not wait.
+PyCUDA's pools ignore streams: they reuse a freed block while a kernel on some stream may still use it. A framework that
+uses such a block on its own stream must first wait for that earlier work. The legacy default stream waits for all
+streams except those created with `Stream(CU_STREAM_NON_BLOCKING)`, so this module detects whether such streams exist.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _AUTOINIT = ("pycuda.autoinit", "pycuda.gl.autoinit")
 
 
 def current_context(drv: Any) -> Any:
-    """The thread's current context; None if there is none, or before `cuInit`."""
+    """PyCUDA's current context object on this thread; None without a context, or before `cuInit`."""
     try:
         return drv.Context.get_current()
     except drv.Error:
@@ -29,10 +29,10 @@ def current_context(drv: Any) -> Any:
 
 
 def serve_by_primary(drv: Any, replaced: Replacements) -> None:
-    """Make `Device.make_context`, and with it `pycuda.autoinit`, return the primary context."""
+    """Make `Device.make_context`, which `pycuda.autoinit` calls, return the primary context."""
 
     def make_context(device: Any, flags: int = 0) -> Any:
-        # PyCUDA then shares this context with the other frameworks.
+        # The other frameworks also use the primary context.
         if flags:
             _log.info("pycuda: the flags %s of make_context are ignored: the primary context is shared", flags)
         context = device.retain_primary_context()
@@ -43,13 +43,13 @@ def serve_by_primary(drv: Any, replaced: Replacements) -> None:
 
 
 def automatic_made() -> bool:
-    """Whether the program has imported a PyCUDA module that creates a context."""
+    """True if the program has imported a PyCUDA module that creates a context."""
     first, second = _AUTOINIT
     return first in sys.modules or second in sys.modules
 
 
 def automatic(ordinal: int) -> dict[int, str]:
-    """The contexts that PyCUDA's modules created on the GPU at their import: the module's name by handle."""
+    """The contexts on the GPU that PyCUDA's modules created when imported: the module's name, by context handle."""
     drv: Any = sys.modules.get("pycuda.driver")
     found = {}
     for name in _AUTOINIT if drv is not None else ():
@@ -61,8 +61,8 @@ def automatic(ordinal: int) -> dict[int, str]:
 
 
 def pushed() -> int | None:
-    """The handle of PyCUDA's current context on this thread, which may differ from the driver's current one; None if
-    there is none."""
+    """The handle of PyCUDA's current context on this thread, which may differ from the driver's current context;
+    None without a context."""
     drv: Any = sys.modules.get("pycuda.driver")
     kind = getattr(drv, "Context", None)
     if kind is None:
@@ -80,7 +80,7 @@ _non_blocking = True
 
 
 def watch_streams(drv: Any, replaced: Replacements, *, used: bool) -> None:
-    """Detect the creation of non-blocking streams until `replaced` is undone. `used`: a non-blocking stream may exist
+    """Detect the creation of non-blocking streams until `replaced` is undone. `used`: True if such a stream may exist
     already."""
     global _watched, _non_blocking
 
@@ -99,5 +99,5 @@ def watch_streams(drv: Any, replaced: Replacements, *, used: bool) -> None:
 
 
 def may_use_non_blocking_streams() -> bool:
-    """Whether PyCUDA may have work on a non-blocking stream. True if unknown."""
+    """True if PyCUDA may have work on a non-blocking stream, or if that is unknown."""
     return _non_blocking or _watched is None or not _watched.active

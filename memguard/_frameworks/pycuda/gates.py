@@ -1,8 +1,8 @@
-"""The functions of PyCUDA that wait while the process is suspended.
+"""Lists the PyCUDA functions that memguard makes wait while the process is suspended.
 
-From PyCUDA's sources `src/cpp/cuda.hpp` and `src/wrapper/wrap_cudadrv.cpp`: PyCUDA releases the GIL for copies,
-memsets, synchronizes and the older launches (`CUDAPP_CALL_GUARDED_THREADED`). It holds the GIL during `_launch_kernel`,
-allocations, frees, the loading of modules (`CUDAPP_CALL_GUARDED`), and its destructors.
+From PyCUDA's sources `src/cpp/cuda.hpp` and `src/wrapper/wrap_cudadrv.cpp`: PyCUDA releases the GIL during copies,
+memsets, synchronization and the older launch functions (`CUDAPP_CALL_GUARDED_THREADED`). It holds the GIL during
+`_launch_kernel`, allocations, frees, the loading of modules (`CUDAPP_CALL_GUARDED`), and destructors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FUNCTIONS = (
 
 
 def _functions(module: str) -> tuple[GatedFunction, ...]:
-    """The gated functions of `module`. Each exists in both `pycuda.driver` and `pycuda._driver`."""
+    """The entries of `_FUNCTIONS` for `module`: `pycuda.driver` or `pycuda._driver`, which both have all of them."""
     return tuple(
         entry
         for harm, why, names in _FUNCTIONS

@@ -1,8 +1,9 @@
-"""PyCUDA in the shared pool, behind `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`.
+"""Makes PyCUDA allocate from the driver pool that all frameworks share under `strategy: pool`.
 
-The allocations are `PointerHolderBase` objects, because a `DeviceAllocation` cannot be created from an address. PyCUDA
-accepts both in the same places, kernels included. The pool belongs to the primary context, so allocations in other
-contexts bypass it.
+This covers `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`. An allocation is a `PointerHolderBase`
+object, because Python code cannot create a `DeviceAllocation` from an address. PyCUDA accepts either type everywhere,
+also as an argument of a kernel. The shared pool belongs to the primary context, so allocations in other contexts do not
+use the pool.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _PITCH = 512
 
 
 class PooledPyCUDA(PooledBlocks, PyCUDA):
-    """PyCUDA's device allocations, in the shared pool."""
+    """Makes PyCUDA's device allocations in the shared pool."""
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
-        # This runs inside the import of pycuda.driver, as in the other adapter.
+        # This runs inside the import of pycuda.driver, so use only names of that module.
         drv: Any = sys.modules["pycuda.driver"]
         lacking = [name for name in ("PointerHolderBase", "DeviceMemoryPool", "MemoryError") if not hasattr(drv, name)]
         if lacking:
@@ -43,7 +44,7 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
             return raw_alloc(size) if found is None else found
 
         def allocate(pool: Any, size: int) -> Any:
-            # The user's pools also allocate from the shared pool.
+            # A user's `DeviceMemoryPool` also allocates from the shared pool.
             found = self._block(drv, kind, size) if replaced.active else None
             return raw_pool(pool, size) if found is None else found
 
@@ -82,8 +83,8 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
         self._pool_caps = {}
 
     def _block(self, drv: Any, kind: Any, size: int) -> Any:
-        """Allocate a block of the pool; None if PyCUDA must serve the request itself. Raises PyCUDA's own MemoryError
-        if the pool has too little memory."""
+        """Allocate a block of the shared pool. None if PyCUDA must serve the request itself. Raises PyCUDA's own
+        MemoryError if the shared pool has too little memory."""
         if size <= 0 or current_context(drv) is None:
             return None
         blocks = self.shared_pool.blocks(self.name)
@@ -96,13 +97,13 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
         held = self._from_pool(blocks, size, lambda: None)
         if held is not None:
             return kind(held)
-        # A call creates the error, so that no frame keeps it, and through it the program's arrays, alive.
+        # No variable holds the error: its traceback would keep the program's arrays alive.
         raise self._with_reported_refusal_here(drv.MemoryError("out of memory: " + self._no_room_text(size)), size)
 
 
 def _block_class(drv: Any) -> type:
     class PoolAllocation(drv.PointerHolderBase):  # type: ignore[misc]
-        """A block of memguard's shared pool, freed once: by `free` or when this object is garbage-collected."""
+        """A block of memguard's shared pool, freed by `free` or when this object is garbage-collected."""
 
         def __init__(self, held: PoolBlock) -> None:
             super().__init__()
@@ -113,7 +114,7 @@ def _block_class(drv: Any) -> type:
 
         @property
         def gpudata(self) -> int:
-            """The address, as the argument of a kernel."""
+            """The address, which PyCUDA passes to a kernel."""
             return self._address
 
         def __int__(self) -> int:

@@ -1,4 +1,4 @@
-"""The doctor's probe for PyCUDA."""
+"""Checks for `memguard doctor` that PyCUDA can be imported, finds its GPUs and computes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ if TYPE_CHECKING:
 
 
 def probe(report: ProbeReport) -> None:
-    """Import PyCUDA, list its devices and compute in the primary context, which it pops: a context on the stack at exit
-    aborts the process."""
+    """Import PyCUDA, list its devices and compute in the primary context. Pops that context at the end, because a
+    context on PyCUDA's stack at exit aborts the process."""
     with report.stage("import"):
         import pycuda
 

@@ -1,4 +1,4 @@
-"""What memguard knows about PyCUDA, as a `FrameworkSpec`: names, measured sizes, error patterns."""
+"""PyCUDA's `FrameworkSpec`: static properties that the budget, plan, reports and simulation read."""
 
 from fractions import Fraction
 
@@ -50,7 +50,7 @@ SPEC = FrameworkSpec(
         ErrorPattern("gpu", False, "a context takes half a GiB", "wasn't able to create a context"),
     ),
     context_module="pycuda.autoinit",
-    rounds_up=Fraction(1, 16),  # a bin's size is up to 1/16 above the request: 256 MiB requested, 272 MiB taken
+    rounds_up=Fraction(1, 16),  # a bin is up to 1/16 larger than the request: 272 MiB for 256 MiB
     pads=True,
     requests_room=True,
 )

@@ -1,1 +1,1 @@
-"""RMM: limits RMM's memory resource where a framework uses it as its allocator."""
+"""RMM: the limit on RMM's memory resource for a framework that uses RMM as its allocator."""

@@ -1,7 +1,7 @@
-"""The functions of RMM that wait while the process is suspended.
+"""Lists the RMM functions that memguard makes wait while the process is suspended.
 
-Whether these functions release the GIL is unknown. RMM calls the driver in C. The table omits methods that start with
-two underscores, as RMM's types are written in C.
+RMM calls the driver from C; whether these functions release the GIL is unknown. The table omits methods whose names
+start with two underscores, because such methods of types written in C cannot be replaced.
 """
 
 from __future__ import annotations

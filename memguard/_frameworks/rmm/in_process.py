@@ -1,4 +1,4 @@
-"""Reads RMM's state in the running process, for the doctor, suspension and retries."""
+"""Reads RMM's state in the running process, for `memguard doctor`, suspension and OOM retries."""
 
 from __future__ import annotations
 

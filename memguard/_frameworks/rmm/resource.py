@@ -1,10 +1,12 @@
-"""Limits RMM as a framework's allocator, by an adaptor around RMM's memory resource.
+"""Caps a framework that allocates through RMM, by RMM's limiting adaptor around each GPU's memory resource.
 
-`LimitingResourceAdaptor` counts live allocations. Around a resource without a cache (`CudaMemoryResource`) the live
-allocations are the held bytes, and the cap holds. A pool may hold more, so around a pool the framework is `watched`.
-The adaptor counts requested bytes; the driver's pages may be more. At its limit RMM raises the built-in MemoryError
-(measured). RMM has one resource per device for all its clients: the first framework's cap limits it, and a second one
-shares that limit. An `RmmClient` is an adapter whose framework may be a client of RMM.
+RMM's `LimitingResourceAdaptor` counts the bytes of live allocations. A `CudaMemoryResource` caches nothing, so for this
+resource the live bytes are also the held bytes, and the cap holds. A pool resource may hold more than the live bytes,
+so memguard reports, but does not cap, a framework with a pool resource. The adaptor counts requested bytes;
+the driver's pages may take more. At the limit RMM raises the built-in MemoryError (measured).
+
+RMM has one resource per GPU for all frameworks that use it: the cap of the first framework becomes the limit, which a
+second framework shares. An `RmmClient` is an adapter whose framework can use RMM as its allocator.
 """
 
 from __future__ import annotations
@@ -22,24 +24,24 @@ from memguard.errors import CapNotApplied
 
 _Method = TypeVar("_Method", bound=Callable[..., object])
 _limits: dict[int, tuple[str, Any]] = {}
-"""For each GPU, by ordinal: the framework whose cap limits RMM, and the adaptor."""
+"""By CUDA ordinal: the framework whose cap limits RMM on that GPU, and the adaptor that applies the limit."""
 
 
 class Limit:
-    """RMM's limit for one framework: the adaptors around the devices' resources, by UUID."""
+    """The limit of RMM for one framework: an adaptor around the resource of each capped GPU, by UUID."""
 
     def __init__(self, adaptors: Mapping[str, Any], ordinals: Mapping[str, int], uncapped: str | None = None) -> None:
         self._adaptors = dict(adaptors)
         self.uncapped = uncapped
-        """Why RMM is only watched; None if it is limited."""
+        """The reason if RMM is watched and not limited; else None."""
         self.lost: list[Drift] = []
-        """Why the cap does not hold, if that became known after memguard had reported it as enforced."""
+        """Reasons why the cap does not hold, found after memguard had reported the cap as enforced."""
         self.standing = {ordinals[uuid]: adaptor for uuid, adaptor in adaptors.items()}
-        """The adaptors by ordinal, until the undo; empty if RMM is only watched."""
+        """The adaptors by CUDA ordinal. Empty if RMM is only watched, or after the undo."""
 
     def usage(self, uuid: str) -> Usage | None:
-        """Live bytes allocated since the limit was set. None without a limit on that device; unknown if RMM is only
-        watched."""
+        """The live bytes allocated since the limit was set. None if that GPU has no limit but another has; a usage of
+        unknown bytes if RMM is only watched."""
         adaptor = self._adaptors.get(uuid)
         if adaptor is None:
             return Usage(None, None) if not self._adaptors else None
@@ -47,7 +49,7 @@ class Limit:
         return Usage(size, size, 0)
 
     def drift(self) -> list[Drift]:
-        """One drift for each GPU whose resource bypasses the limit, as after `rmm.reinitialize`."""
+        """Report each GPU whose current resource does not allocate through the adaptor, as after `rmm.reinitialize`."""
         rmm: Any = sys.modules.get("rmm")
         now = {n: rmm.mr.get_per_device_resource(n) for n in list(self.standing)} if rmm is not None else {}
         return self.lost + [
@@ -61,10 +63,10 @@ class Limit:
 
 
 class RmmClient(Framework):
-    """Base class of an adapter whose framework can use RMM as its allocator. While RMM is the allocator, the methods of
-    this class replace the adapter's.
+    """Base class of an adapter whose framework can use RMM as its allocator.
 
-    A subclass decorates its own methods with `unless_rmm`. RMM's limit is fixed, so `Framework.resize` raises.
+    A subclass decorates its methods with `unless_rmm`: while RMM is the allocator, this class's methods of the same
+    name run instead. RMM's limit cannot change, so `resize` raises, as `Framework.resize` does.
     """
 
     def __init__(self, host: Host) -> None:
@@ -72,7 +74,7 @@ class RmmClient(Framework):
         self._rmm: Limit | None = None
 
     def fixed(self) -> bool:
-        """RMM's limit cannot change."""
+        """True while RMM is the allocator, because RMM's limit cannot change."""
         return self._rmm is not None or super().fixed()
 
     def unseen(self) -> str | None:
@@ -82,14 +84,14 @@ class RmmClient(Framework):
         return self._rmm.drift() if self._rmm is not None else []
 
     def _limit_rmm(self, caps: Mapping[str, int], undo: Undo, ordinals: Mapping[str, int] | None = None) -> Applied:
-        """Limit RMM, which is the framework's allocator. `ordinals` has CUDA's ordinals by UUID, if known."""
+        """Limit RMM, which is the framework's allocator. `ordinals`: each GPU's CUDA ordinal by UUID, if known."""
         found = _ordinals(self.name, self.host) if ordinals is None else ordinals
         self._rmm, applied = apply(self.name, caps, found, undo)
         return applied
 
 
 def unless_rmm(own: _Method) -> _Method:
-    """Decorate an adapter's method: `RmmClient`'s version runs instead while RMM is the framework's allocator."""
+    """Decorate an adapter's method: while RMM is the framework's allocator, `RmmClient`'s method replaces it."""
     through_rmm = getattr(RmmClient, own.__name__)
 
     @functools.wraps(own)
@@ -100,17 +102,18 @@ def unless_rmm(own: _Method) -> _Method:
 
 
 def is_cupys(allocator: Any) -> bool:
-    """Whether CuPy's allocator is RMM's."""
+    """True if `allocator`, CuPy's current allocator, is RMM's."""
     return str(getattr(allocator, "__module__", "")).startswith("rmm.")
 
 
 def is_loaded_for(framework: str) -> bool:
-    """Whether RMM's allocator for the framework was imported. A replaced allocator is then most likely RMM's."""
+    """True if RMM's allocator module for the framework was imported. A replaced allocator of the framework is then most
+    likely RMM's."""
     return f"rmm.allocators.{framework}" in sys.modules
 
 
 def _ordinals(framework: str, host: Host) -> dict[str, int]:
-    """CUDA's ordinals by UUID, without initialising CUDA. NVML's numbering may differ."""
+    """Each GPU's CUDA ordinal by UUID, without initialising CUDA. NVML may number the GPUs differently."""
     devices = host.devices(ordinals=True)
     found = {device.uuid: device.ordinal for device in devices if device.ordinal is not None}
     if len(found) == len(devices):
@@ -122,8 +125,8 @@ def _ordinals(framework: str, host: Host) -> dict[str, int]:
 
 
 def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], undo: Undo) -> tuple[Limit, Applied]:
-    """Limit RMM's resource on every device with a cap. If that is impossible, return a note with the reason for only
-    watching it."""
+    """Limit RMM's resource on every GPU with a cap. If that is impossible on one of them, only watch RMM, and return
+    a note with the reason."""
     import rmm
 
     for uuid, ordinal in ordinals.items():
@@ -147,17 +150,17 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
     limit, stays = Limit(adaptors, ordinals), list[str]()
 
     def restore() -> None:
-        """Restore each device's resource. After an interruption, a second call continues."""
+        """Restore RMM's former resource on each GPU. If interrupted, a second call restores the rest."""
         limit.standing.clear()
         for ordinal, uuid in capped.items():
             if ordinal not in _limits or _limits[ordinal][1] is not adaptors[uuid]:
-                continue  # memguard never limited it, or an interrupted call restored it
+                continue  # not limited, or restored by an interrupted call
             now = rmm.mr.get_per_device_resource(ordinal)
             if now is adaptors[uuid]:
                 rmm.mr.set_per_device_resource(ordinal, before[ordinal])
             elif now is not before[ordinal] and f"cuda:{ordinal}" not in stays:
                 stays.append(f"cuda:{ordinal}")
-            _limits.pop(ordinal, None)  # last, so that after an interruption a second call repeats this device
+            _limits.pop(ordinal, None)  # last, so that after an interruption a second call repeats this GPU
         if stays:
             why = f"RMM's resource was wrapped again after memguard.init, so its limit stays on {' and '.join(stays)}"
             stays.clear()
@@ -168,7 +171,7 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
         for ordinal, uuid in capped.items():
             _limits[ordinal] = (framework, adaptors[uuid])
             rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
-    except BaseException:  # torch calls this again at its next initialisation
+    except BaseException:  # `apply` may run again later, when PyTorch initialises CUDA
         restore()
         raise
     note = f"{framework}: capped through RMM, which is its allocator; what it held before is not counted"
@@ -176,8 +179,8 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
 
 
 def _goes_through(resource: Any, adaptor: Any) -> bool:
-    """True if the resource is the adaptor or wraps it, so that its allocations reach the adaptor. Also True without an
-    adaptor."""
+    """True if `resource` is the adaptor or wraps it, so that allocations reach the adaptor. Also True if `adaptor` is
+    None."""
     for _ in range(100):
         if adaptor is None or resource is adaptor:
             return True
