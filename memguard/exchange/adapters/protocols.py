@@ -31,8 +31,8 @@ class ProducerOnly(Arrays):
 
 
 class ArrayInterface(ProducerOnly):
-    """Any object with `__cuda_array_interface__`. If it names no stream, the consumer waits for all work of the
-    context."""
+    """Any object with `__cuda_array_interface__`. If the interface names no stream, the consumer waits for all work in
+    the CUDA context."""
 
     traits: ClassVar[Traits] = Traits("__cuda_array_interface__", frozenset(), title="the CUDA array interface")
 
@@ -45,8 +45,8 @@ class ArrayInterface(ProducerOnly):
 
 
 class DLPack(ProducerOnly):
-    """Any object with `__dlpack__`. The consumer waits for all work of the context: cuda.core's buffers name no
-    stream."""
+    """Any object with `__dlpack__`. The consumer waits for all work in the CUDA context, because cuda.core's buffers
+    name no stream."""
 
     traits: ClassVar[Traits] = Traits("__dlpack__", frozenset(), title="DLPack")
 
