@@ -42,7 +42,7 @@ def _ask_child() -> tuple[VisibleDevice, ...] | None:
     path = importable()
     try:
         answer = subprocess.run(
-            # -S: `path` replaces `site`, which may read many files
+            # -S skips `site`, which may read many files; `path` replaces its result
             [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
             capture_output=True,
             text=True,
@@ -58,7 +58,8 @@ def _ask_child() -> tuple[VisibleDevice, ...] | None:
 
 
 def importable() -> list[str]:
-    """`sys.path` for a child that imports memguard: without the current folder, which may contain a json.py."""
+    """`sys.path` for a child that imports memguard: without the current directory, whose json.py
+    could shadow the standard library's."""
     path = [entry for entry in sys.path if isinstance(entry, str) and entry]
     own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return path if own in path else [*path, own]

@@ -33,12 +33,12 @@ class Host(Protocol):
     def memory(self, device: Device) -> MemoryInfo:
         """The device's memory now (NVML `nvmlDeviceGetMemoryInfo`, v2 if the driver has it).
 
-        For a device with unified memory: the figures of CUDA and the machine.
+        For unified memory, the figures come from CUDA and /proc/meminfo.
         """
         ...
 
     def processes(self, device: Device) -> Mapping[int, int | None]:
-        """Bytes of each process on the device (NVML compute processes); None where NVML gives no bytes."""
+        """Bytes of each compute process on the device, by PID (NVML); None if NVML reports no bytes."""
         ...
 
     def context_active(self, device: Device) -> bool | None:
@@ -50,10 +50,10 @@ class Host(Protocol):
         ...
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
-        """Each observable library of `ENTRY_POINTS` with the number of polls that found it entered.
+        """Each observable library of `ENTRY_POINTS`, with the number of polls that found it entered.
 
-        Covers only libraries that `libraries` has found. With `mark=False`, the next poll counts the same entries
-        again.
+        A library is entered if a thread ran one of its entry functions since the poll before. Covers only libraries
+        that `libraries` has found. With `mark=False`, the next poll counts the same entries again.
         """
         ...
 

@@ -1,6 +1,6 @@
 """The driver's memory pools: one with a maximum size, and the device's default pool.
 
-The maximum size is the cap of torch's `cudaMallocAsync` backend, and of `strategy: pool`.
+memguard uses the maximum size as the cap of torch's `cudaMallocAsync` backend, and of the budget's `strategy: pool`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Pool:
         return self._current() == self._pool
 
     def trim(self, keep: int = 0) -> None:
-        """Release unused memory to the driver, except what the pool needs to hold at least `keep` bytes."""
+        """Release unused memory to the driver, but let the pool hold at least `keep` bytes."""
         self._cuda.cuMemPoolTrimTo(self._pool, keep)
 
     def _set_threshold(self, size: int) -> None:
@@ -126,7 +126,7 @@ class CappedPool(_Pool):
             return
         if self._current() == self._pool:
             check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))
-        self._destroyed = True  # first, so that an interruption cannot lead to a second destroy
+        self._destroyed = True  # set first, so that an interruption cannot lead to a second destroy
         self._cuda.cuMemPoolDestroy(self._pool)
 
 

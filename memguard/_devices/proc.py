@@ -1,7 +1,7 @@
 """Reads /proc: processes' state, descendants, mappings, access rights and names, and the machine's memory. Detects WSL.
 
-Every reader takes the root of the file system, `/` except in tests. A file that cannot be read gives None: another
-user's, an ended process's, or a /proc that is not mounted.
+Every reader takes the root of the file system, `/` except in tests. A reader returns None if it
+cannot read the file: another user's process, an ended process, or a /proc that is not mounted.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ TOOLS = {
 }
 """Libraries that a profiler or debugger loads into the process it observes, by the beginning of the file's name."""
 _LONGEST = 60
-"""Characters of a command line: its beginning identifies the program."""
+"""Characters of a shortened command line, whose beginning identifies the program."""
 UNLISTED = "processes that are not listed here (another container, the driver)"
 _DRIVER_USES = GIB
-"""Bytes that the driver itself may use on each GPU. Fewer unlisted bytes than this belong to no process."""
+"""Bytes that the driver itself may use on each GPU. Fewer unlisted bytes are attributed to the driver."""
 
 
 class Stat(NamedTuple):
-    """`state`: T is stopped, t stopped by a debugger, Z ended. `start` is as in `Process`. `ran`: its CPU time in clock
-    ticks."""
+    """`state`: T is stopped, t stopped by a debugger, Z ended. `start`: clock ticks from the machine's start to the
+    process's. `ran`: CPU time in clock ticks."""
 
     name: str
     state: str
@@ -66,7 +66,7 @@ class Status(NamedTuple):
 class Maps(NamedTuple):
     """The CUDA mappings of a process.
 
-    `uvm` counts the mappings of /dev/nvidia-uvm; `gpu` has the places of all mappings of the driver's device files;
+    `uvm` counts the mappings of /dev/nvidia-uvm; `gpu` has the addresses of all mappings of the driver's device files;
     `driver` is the start address of libcuda; `tools` are the mapped `TOOLS`; `nccl` is true if the shared memory of an
     NCCL communicator is mapped.
     """
@@ -181,7 +181,7 @@ def _below(pid: int, children: dict[int, list[int]], known: dict[int, Stat]) -> 
 
 
 def same_namespace(root: str, pid: int) -> bool | None:
-    """Whether both processes share a PID namespace: a container's PIDs differ from the host's."""
+    """Whether this process and `pid` share a PID namespace: a container's PIDs differ from the host's."""
     try:
         return os.readlink(path_of(root, pid, "ns/pid")) == os.readlink(os.path.join(root, "proc", "self", "ns", "pid"))
     except OSError:

@@ -19,7 +19,7 @@ class Fault(NamedTuple):
     """The fault of one call.
 
     code   the call returns `code` and does nothing; a restore that returns 1 or 2 has destroyed the process
-    hang   the call does not return in time (HelperHangs); `done`: the operation ends by itself in the target
+    hang   the call does not return in time (HelperHangs); `done`: the driver completes the operation nevertheless
     die    the helper is killed (HelperDied); `done` as for `hang`
     """
 
@@ -70,7 +70,7 @@ class SimulatedCheckpoint:
         self.others: dict[str, int] = dict.fromkeys(cards, 0)
         """Bytes of processes that cannot be suspended."""
         self.held: dict[str, int] = dict.fromkeys(cards, 0)
-        """Bytes that a memory placeholder holds."""
+        """Bytes that the helper's `MemoryPlaceholder` holds."""
         self.faults: dict[str, deque[Fault]] = {}
         self._lock = threading.RLock()
 

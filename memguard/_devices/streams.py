@@ -1,8 +1,8 @@
 """Order between streams, by CUDA events: later work of one stream waits for earlier work of another.
 
 Measured on an H200: `cuCtxRecordEvent` covers non-blocking streams, which an event on the legacy default stream does
-not. It and `cuCtxSynchronize` break a CUDA graph capture of any thread in the context, so callers pass the stream if
-they know it; recording on a stream that is not captured breaks no capture. A stream with all work done
+not. `cuCtxRecordEvent` and `cuCtxSynchronize` break a CUDA graph capture of any thread in the context, so callers pass
+the stream if they know it; recording on a stream that is not captured breaks no capture. A stream with all work done
 (`cuStreamQuery`) needs no event.
 """
 
@@ -27,7 +27,7 @@ PER_THREAD = _NAMED = 2
 LEGACY = 1
 """CU_STREAM_LEGACY: DLPack's and the CUDA array interface's handle of the default stream."""
 _idle: dict[int, list[int]] = {}
-"""Free events of each primary context, for reuse: creating an event costs as much as recording it."""
+"""Unused events of each primary context, for reuse: creating an event costs as much as recording it."""
 
 
 class Captured(DeviceError):
@@ -61,7 +61,7 @@ class Mark:
         if not self._of:
             return  # no context, so no work on the GPU
         with contexts.entered(self._of):
-            if stream is None and not hasattr(cuda, "cuCtxRecordEvent"):  # a driver before 12.5
+            if stream is None and not hasattr(cuda, "cuCtxRecordEvent"):  # a driver before CUDA 12.5
                 _check("cuCtxSynchronize", cuda.cuCtxSynchronize())
                 return
             event = self._event = _event(cuda, self._of)
@@ -92,7 +92,7 @@ class Mark:
 
     def _over(self) -> bool:
         event = self._event
-        if not event:  # a signal handler closed it during the wait
+        if not event:  # a signal handler closed the event during the wait
             return True
         code = self._cuda.cuEventQuery(event)
         if code != _NOT_READY:
@@ -111,7 +111,7 @@ class Mark:
         event, self._event = self._event, 0
         if event and self._of == self._primary:
             _idle.setdefault(self._of, []).append(event)
-        elif event:  # a context that is not primary may end, which destroys its events
+        elif event:  # events of other contexts are not reused: the context may end and destroy them
             self._cuda.cuEventDestroy_v2(event)
 
     def __enter__(self) -> Mark:
@@ -129,7 +129,7 @@ def follow(ordinal: int, first: int | None, then: int | None, context: int | Non
     Does nothing if both are the same stream, or if the work of `first` is done. Raises DeviceError if CUDA refuses,
     Captured if the call would break a capture.
     """
-    if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # 0 and 1 are the same stream
+    if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # handle 0 equals LEGACY
         return
     found = quick_idle(ordinal, first, then) if context is None else None
     if found:
@@ -164,11 +164,11 @@ def follow_default(ordinal: int, then: int, context: int | None = None) -> None:
 
 
 def quick_idle(ordinal: int, stream: int | None, other: int | None, inside: bool = False) -> bool | None:
-    """Whether a stream of the GPU's primary context has all work done; without a stream, the whole context.
+    """True if all work of a stream of the GPU's primary context is done; without a stream, of the whole context.
 
     None if callers must use the slower calls below: the stream or `other` may be capturing a CUDA graph, or there is no
-    context. Every hand-over calls this, so it is inlined: it looks up the current context once, and reads nothing
-    twice. `inside`: the context is current. Never waits. Raises DeviceError if CUDA refuses.
+    context. Every hand-over calls this function, so it contains the code of the slower calls, without their repeated
+    look-ups. `inside`: the primary context is current. Never waits. Raises DeviceError if CUDA refuses.
     """
     cuda, context = contexts.driver(), contexts.primary(ordinal)
     if not context:
@@ -278,8 +278,8 @@ def forget(context: int) -> None:
 def place(address: int) -> tuple[int, int | None] | None:
     """The ordinal of an address's GPU, and the context of its allocation (None: without a context).
 
-    None for memory unknown to CUDA, which is host memory. `cuPointerGetAttribute`, 1 us a call; a known primary context
-    saves the second call.
+    Returns None for memory that CUDA does not know, which is host memory. `cuPointerGetAttribute`, 1 us a call; a known
+    primary context saves the second call.
     """
     cuda, context = contexts.loaded(), c_void_p()
     if cuda is not None and not cuda.cuPointerGetAttribute(context, _CONTEXT, address):

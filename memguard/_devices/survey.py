@@ -1,8 +1,8 @@
 """Reads the driver's state for the doctor, in a process of its own.
 
-A broken driver's libraries may crash or hang that process. `survey` reports each part as soon as it is read, with the
-fields of `memguard._tools.doctor.facts.Driver`. Unlike the rest of this room it initialises CUDA, and reports failures
-as results.
+A broken driver's libraries may crash or hang that process. `survey` reports each reading immediately, with the fields
+of `memguard._tools.doctor.facts.Driver`. Unlike the other modules of `_devices` it initialises CUDA, and reports
+failures as results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SWAPPED = ((535, 43), (535, 85))
 
 
 def main(fd: int, without: Iterable[int] = ()) -> None:
-    """Write a line of JSON for each part to the pipe `fd`. `without`: PIDs of the doctor itself, which it omits."""
+    """Write a line of JSON for each reading to the pipe `fd`. Omits the processes `without`, the doctor's own PIDs."""
     with os.fdopen(fd, "w", encoding="utf-8", buffering=1) as pipe:
         survey(lambda part: print(json.dumps(part), file=pipe, flush=True), frozenset(without))
 
