@@ -77,7 +77,7 @@ IN_PROGRESS = (State.CHECKPOINTING, State.RESTORING)
 
 
 class Checkpoint(Protocol):
-    """The driver's five calls. Each returns a CUresult, 0 for success."""
+    """The driver's five checkpoint calls. Each returns a CUresult, 0 for success."""
 
     def state(self, pid: int) -> tuple[int, State | None]:
         """A CUresult and the state of the process, None if the call failed. Blocks while another operation runs."""
@@ -97,7 +97,7 @@ class Checkpoint(Protocol):
 
 
 class Driver:
-    """Makes the driver's calls. Raises DeviceError if libcuda cannot be loaded or initialised here, or is too old."""
+    """Makes the driver's calls. Raises DeviceError if libcuda cannot be loaded or initialised, or is too old."""
 
     def __init__(self) -> None:
         try:
@@ -163,7 +163,7 @@ class MemoryPlaceholder:
         """Allocate these bytes on every GPU, or on none.
 
         Returns the bytes that `release` will free, including contexts that will not stay. Raises DeviceError if a GPU
-        has too little free memory, or is not visible here.
+        has too little free memory, or is not visible to this process.
         """
         self.release()
         held = {}

@@ -150,7 +150,7 @@ def uuid_of(ordinal: int | None) -> str:
 
 
 def active(ordinal: int) -> bool | None:
-    """Whether the device's primary context exists (`cuDevicePrimaryCtxGetState`, creates none); None if unknown."""
+    """Whether the device's primary context exists (`cuDevicePrimaryCtxGetState` never creates it); None if unknown."""
     cuda = _initialised if _initialised is not None else loaded()
     if cuda is None:
         return False
@@ -206,7 +206,7 @@ def ordinal_of(context: int | None) -> int | None:
 
 
 def primary_now(ordinal: int) -> int | None:
-    """`primary` without its cache: a primary context that was released by all users returns with another handle."""
+    """Like `primary`, but not cached: after all users released a primary context, CUDA creates it with a new handle."""
     _primaries.pop(ordinal, None)
     return primary(ordinal)
 
@@ -274,7 +274,7 @@ class pushed:  # noqa: N801 (a context manager written by hand for speed: each r
 
 
 def allocation(address: int) -> tuple[int, int] | None:
-    """Start and bytes of the driver's allocation around an address, in the current context; None if there is none."""
+    """Start and bytes of the driver's allocation that contains `address`, in the current context; else None."""
     cuda = loaded()
     start, size = c_uint64(), c_size_t()
     if cuda is None or cuda.cuMemGetAddressRange_v2(start, size, address):
@@ -343,8 +343,8 @@ def relax() -> bool:
 class capture_safe:  # noqa: N801 (a context manager)
     """In this block, this thread's calls that free memory do not break another thread's CUDA graph capture.
 
-    `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a torch capture
-    without this block; within it the capture stays valid.
+    Calls `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a torch
+    capture without this block; within it the capture stays valid.
     """
 
     __slots__ = ("_changed", "_mode")

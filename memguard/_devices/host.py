@@ -1,4 +1,4 @@
-"""The interface through which the other rooms access GPUs: real ones (`real.py`) or simulated ones (`simulated.py`)."""
+"""The interface through which memguard accesses GPUs: real ones (`real.py`) or simulated ones (`simulated.py`)."""
 
 from __future__ import annotations
 

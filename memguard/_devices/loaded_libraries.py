@@ -24,8 +24,8 @@ _TRIES = 3
 
 
 def files(path: str = _MAPS) -> frozenset[tuple[str, str]] | None:
-    """The loaded `LIBRARIES`, and libcuda as `KERNELS`, each with the path of its file; None if the kernel's list
-    cannot be read.
+    """Name and file path of each loaded library of `LIBRARIES`, and of libcuda, named `KERNELS`; None if the kernel's
+    list cannot be read.
 
     Reading takes 2 µs for each mapping of the process, which may have some thousand.
     """
@@ -52,7 +52,7 @@ def _names(found: frozenset[tuple[str, str]] | None) -> frozenset[str]:
 
 
 class EntryDetector:
-    """Detects whether a thread entered a library since the last poll, by running one of its entry functions.
+    """Detects whether a thread has run an entry function of a library since the last poll.
 
     memguard unmaps the page of each entry function (`ENTRY_POINTS`) with `madvise`. When a thread runs that page, or an
     adjacent page for the first time, the kernel maps the page again from its file, and `/proc/self/pagemap` shows it.

@@ -294,7 +294,7 @@ class Nvml:
         return reading
 
     def processes(self, uuid: str) -> Mapping[int, int | None]:
-        """Bytes of every compute process by PID; None if NVML reports no bytes, empty if it has no list (Jetson).
+        """Bytes of every compute process by PID; None if NVML reports no bytes, empty if NVML has no list (Jetson).
 
         40 µs on an H200 with the two calls of nvidia-ml-py.
         """
@@ -332,7 +332,7 @@ class Nvml:
     def utilisation(self, uuid: str) -> Mapping[int, int] | None:
         """The percentage of the last few seconds in which each process kept the GPU busy, by PID.
 
-        nvmlDeviceGetProcessUtilization. Idle processes are missing. None if NVML fails, or sampled no process.
+        Reads `nvmlDeviceGetProcessUtilization`. Idle processes are missing. None if NVML fails, or sampled no process.
         """
         return self._call("utilisation of", self._utilisation, uuid)
 
@@ -410,7 +410,7 @@ class Nvml:
         """Run `work` on the GPU. `what` names the reading in an error's text."""
         if suspension.now is not None:  # NVML would block until the process is resumed
             raise suspension.refused("NVML")
-        n = self._pynvml()  # outside the timing: the import may read a slow disk
+        n = self._pynvml()  # not timed: the import may read a slow disk
         here = _here
         if here.calls and not _may_call(n):
             raise DeviceError(_WITHIN)
@@ -423,7 +423,7 @@ class Nvml:
                 except n.NVMLError_Uninitialized:  # other code in this process shut NVML down
                     pass
             with self._lock:
-                started = time.monotonic()  # after waiting for the lock
+                started = time.monotonic()  # the wait for the lock is not timed
                 return self._initialise_and_read(n, what, work, uuid)
         finally:
             here.calls -= 1
@@ -584,7 +584,8 @@ class Nvml:
         return MemoryInfo(total, reserved, used, free)
 
     def _processes(self, n: Any, uuid: str, code: int = 0, room: int = _ROOM) -> dict[int, int | None]:
-        """`code`: the result of an earlier NVML call. If the list was too small, NVML is called again with `room`."""
+        """`code`: the result of an earlier NVML call. If the list was too small, calls NVML again for `room`
+        processes."""
         try:
             if code not in (n.NVML_SUCCESS, n.NVML_ERROR_INSUFFICIENT_SIZE):
                 raise n.NVMLError(code)
@@ -624,7 +625,7 @@ class Nvml:
     def _used_since(self, n: Any, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
         try:
             samples = n.nvmlDeviceGetProcessUtilization(self._handle(n, uuid), stamp)
-        except n.NVMLError_NotFound:  # no newer sample
+        except n.NVMLError_NotFound:  # no sample after `stamp`
             return False, stamp
         except (n.NVMLError_NotSupported, n.NVMLError_FunctionNotFound, n.NVMLError_NoPermission):
             return None, stamp
@@ -677,7 +678,7 @@ def _parts(sample: Any) -> tuple[int, ...]:
 
 def _function(n: Any, name: str) -> Callable[..., int] | None:
     """NVML's function, found by nvidia-ml-py's lookup; None if nvidia-ml-py lacks the lookup.
-    NVMLError_FunctionNotFound if NVML lacks it."""
+    Raises NVMLError_FunctionNotFound if NVML lacks the function."""
     find = getattr(n, _FIND, None)
     return find(name) if find is not None else None
 

@@ -1,4 +1,4 @@
-"""The phases of a process that leaves its GPUs and returns, and the table of their transitions: pure."""
+"""The phases of a process's suspension and resume, and the table of their transitions: pure."""
 
 from __future__ import annotations
 

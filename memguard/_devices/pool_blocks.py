@@ -1,10 +1,10 @@
 """Allocate blocks of a driver memory pool for frameworks without streams, under a cap if the pool itself has none.
 
-A block is usable on every stream as soon as it is allocated, as after `cuMemAlloc`. Its free follows all work of its
-context, as with `cuMemFree`. memguard allocates and frees on a stream of its own, on which no other stream waits. The
-pool may reuse a block that another framework freed on its own stream; the driver then makes memguard's stream wait for
-that stream's work. So an allocation synchronises the host with memguard's stream, which has no other work. A free is
-queued behind an event of the whole context (`cuCtxRecordEvent`).
+A block is usable on every stream as soon as it is allocated, as after `cuMemAlloc`. The free takes effect after all
+work of the context, as with `cuMemFree`. memguard allocates and frees on a stream of its own, for which no other stream
+waits. The pool may reuse a block that another framework freed on its own stream; the driver then makes memguard's
+stream wait for that stream's work. So an allocation synchronises the host with memguard's stream, which has no other
+work. A free is queued behind an event of the whole context (`cuCtxRecordEvent`).
 
 The driver cannot cap the device's default pool, so its allocators check `PoolCap` before each request. Another thread
 may allocate between the check and the allocation. So each request is registered as a claim before the check, and counts
@@ -110,7 +110,7 @@ class PoolBlocks:
         return held
 
     def give(self, held: PoolBlock) -> None:
-        """Free a block. A block that cannot be freed during a CUDA graph capture is freed with the next one."""
+        """Free a block. A block that cannot be freed during a CUDA graph capture is freed with the next block."""
         self._waiting.append(held)
         self._settle()
 
@@ -223,7 +223,7 @@ class PoolCap:
             if used + claimed <= self._most:
                 return claim
             claim.end()
-            mine = any(thread == here for thread, _ in list(self._claims))  # a finalizer interrupted its allocation
+            mine = any(thread == here for thread, _ in list(self._claims))  # interrupted by this finalizer
             if used + size > self._most or mine or time.monotonic() >= until:
                 return None
             time.sleep(_PAUSE)

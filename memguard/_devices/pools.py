@@ -131,8 +131,8 @@ class CappedPool(_Pool):
 
 
 class DefaultPool(_Pool):
-    """Makes the device's default pool the current one. It has no maximum size. The release threshold is set to the
-    maximum, so that the pool keeps freed memory."""
+    """Makes the device's default pool the current one. The default pool has no maximum size. The release threshold is
+    set to the maximum, so that the pool keeps freed memory."""
 
     def __init__(self, ordinal: int) -> None:
         super().__init__(ordinal)

@@ -97,7 +97,7 @@ def stat(root: str, pid: int) -> Stat | None:
 
 
 def parse_stat(content: str) -> Stat | None:
-    """`/proc/PID/stat`. The process's name is in parentheses and may itself contain parentheses."""
+    """Parse the text of `/proc/PID/stat`. The process's name is in parentheses and may itself contain parentheses."""
     head, _, tail = content.rpartition(")")
     fields = tail.split()
     parent, user, system, start = (_number(fields[place]) if len(fields) > place else None for place in (1, 11, 12, 19))
@@ -112,7 +112,7 @@ def status(root: str, pid: int) -> Status | None:
 
 
 def parse_status(content: str) -> Status:
-    """`/proc/PID/status`."""
+    """Parse the text of `/proc/PID/status`."""
     fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in content.splitlines())}
     users = tuple(number for field in fields.get("Uid", ()) if (number := _number(field)) is not None)
     tracer = next((_number(field) for field in fields.get("TracerPid", ())), None)
@@ -127,7 +127,8 @@ def maps(root: str, pid: int) -> Maps | None:
 
 
 def parse_maps(content: str) -> Maps:
-    """`/proc/PID/maps`. The name of a file removed since ends in ` (deleted)`."""
+    """Parse the text of `/proc/PID/maps`. The path of a file that was removed after the mapping ends in `
+    (deleted)`."""
     uvm, gpu, driver, tools, nccl = 0, set[str](), None, dict[str, None](), False
     for line in content.splitlines():
         parts = line.split(None, 5)
@@ -229,7 +230,7 @@ def unlisted(processes: Mapping[int, int | None], used: int | None) -> int:
 
 
 def described(pid: int) -> str:
-    """`python train.py (PID 41, alice)`; parts that cannot be read are omitted."""
+    """Describe the process, as `python train.py (PID 41, alice)`. Omits values that cannot be read."""
     user = owner(pid)
     return f"{command(pid) or 'a process'} (PID {pid}{', ' + user if user else ''})"
 
@@ -272,7 +273,7 @@ def owner(pid: int) -> str:
 def available_memory(root: str = "/") -> int | None:
     """Bytes that the kernel can allocate without swapping, its reclaimable file cache included; None if unknown.
 
-    `MemAvailable` of /proc/meminfo. It is host-wide, in a container too.
+    `MemAvailable` of /proc/meminfo. The value is host-wide, even in a container.
     """
     return parse_meminfo(text(os.path.join(root, "proc/meminfo")) or "")
 

@@ -101,7 +101,8 @@ class SimulatedHost:
         return self._devices
 
     def memory(self, device: Device) -> MemoryInfo:
-        """The figures of NVML v2: total = reserved + used + free, to the byte. NVML reports no unified memory."""
+        """The figures of NVML v2: total = reserved + used + free, to the byte. For unified memory NVML reports no
+        figures."""
         with self.lock:
             state = self._state(device)
             used, true = state.used, state.device

@@ -23,7 +23,7 @@ _CAPTURED = (900, 901, _IMPLICIT)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _INV
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CONTEXT, _ORDINAL = 1, 9  # CU_POINTER_ATTRIBUTE_CONTEXT, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 PER_THREAD = _NAMED = 2
-"""CU_STREAM_PER_THREAD. Handles up to this one name a default stream of the current context."""
+"""CU_STREAM_PER_THREAD. Handles 0 to 2 name a default stream of the current context."""
 LEGACY = 1
 """CU_STREAM_LEGACY: DLPack's and the CUDA array interface's handle of the default stream."""
 _idle: dict[int, list[int]] = {}
@@ -208,7 +208,7 @@ def quick_idle(ordinal: int, stream: int | None, other: int | None, inside: bool
             if mode.value != _RELAXED:
                 cuda.cuThreadExchangeStreamCaptureMode(mode)
     if code and code != _NOT_READY:
-        if event:  # unusable after the failed call
+        if event:  # a failed call leaves the event unusable
             cuda.cuEventDestroy_v2(event)
             _idle.pop(context, None)
         _check(call, code)
@@ -221,8 +221,8 @@ def capturing(ordinal: int, stream: int) -> bool:
     """Whether the stream is capturing a CUDA graph. The query breaks no capture.
 
     CUDA never captures the legacy default stream. Raises Captured if even a query of the default stream is forbidden: a
-    stream that it waits for is capturing, and any use of the default stream would break that capture (documented for
-    `cuStreamIsCapturing`).
+    stream for which the default stream waits is capturing, and any use of the default stream would break that capture
+    (documented for `cuStreamIsCapturing`).
     """
     status = c_int()
     if stream > _NAMED:
@@ -276,10 +276,10 @@ def forget(context: int) -> None:
 
 
 def place(address: int) -> tuple[int, int | None] | None:
-    """The ordinal of an address's GPU, and the context of its allocation (None: without a context).
+    """The ordinal of the GPU of `address`, and the context of the allocation (None: allocated without a context).
 
-    Returns None for memory that CUDA does not know, which is host memory. `cuPointerGetAttribute`, 1 us a call; a known
-    primary context saves the second call.
+    Returns None for memory that CUDA does not know, which is host memory. Calls `cuPointerGetAttribute` (1 us) twice,
+    or once if the primary context is cached.
     """
     cuda, context = contexts.loaded(), c_void_p()
     if cuda is not None and not cuda.cuPointerGetAttribute(context, _CONTEXT, address):

@@ -71,7 +71,7 @@ def _read(folder: str, name: str) -> str:
 
 
 def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
-    """Tests by opening whether each device file can be opened, because no file shows a container's device rules."""
+    """Open each device file to test its access, because no file shows a container's device rules."""
     found = {}
     for path in sorted(path for pattern in patterns for path in glob.glob(pattern)):
         try:
@@ -155,8 +155,8 @@ def _memory(n: Any, unavailable: tuple[type[Exception], ...], handle: Any) -> di
 
 
 def driver() -> Iterator[dict[str, Any]]:
-    """libcuda's state, with the fields of `memguard._tools.doctor.facts.Cuda`. Yields it after each step, because the
-    next step may hang."""
+    """libcuda's state, with the fields of `memguard._tools.doctor.facts.Cuda`. Yields the state after each step,
+    because the next step may hang."""
     found: dict[str, Any] = {"candidates": candidates(os.environ.get("LD_LIBRARY_PATH", ""), _cache())}
     try:
         cuda = libcuda.load()

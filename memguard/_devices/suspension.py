@@ -48,7 +48,7 @@ class Off:
 
 
 LOST_FIX = "end it and start it again"
-"""The fix of every message about a process in the phase LOST."""
+"""The fix in every message about a process in the phase LOST."""
 now: Off | None = None
 """None in the phase RUNNING. `enter` sets it before memguard blocks CUDA calls, and clears it before memguard permits
 them again, with one assignment, so that readers take no lock."""

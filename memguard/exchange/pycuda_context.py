@@ -56,12 +56,12 @@ class _PerThread(threading.local):
 
 _per_thread = _PerThread()
 _keepalive: dict[int, Any] = {}
-"""A context object of each GPU, which keeps the primary context alive: creating one takes a tenth of a second."""
+"""A context object of each GPU, which keeps the primary context alive: creating it takes 0.1 s."""
 
 
 class pycuda_context:  # noqa: N801 (a context manager that is entered by its name, as contextlib's are)
-    """Make the primary context of GPU `device` current for PyCUDA on this thread, during a `with` block. Yields its
-    `Context`.
+    """Make the primary context of GPU `device` current for PyCUDA on this thread, during a `with` block. Yields
+    the PyCUDA `Context`.
 
         with memguard.exchange.pycuda_context():
             array = pycuda.gpuarray.zeros(1000, numpy.float32)   # in the context of torch, TensorFlow, JAX, CuPy, Numba

@@ -21,7 +21,7 @@ from memguard._frameworks.arrays.view import (
 
 
 class Malformed(ValueError):
-    """An array interface that `View` cannot represent. `remedy` is the fix."""
+    """An array interface that `View` cannot represent. `remedy` is the fix for the user."""
 
     def __init__(self, reason: str, remedy: str = "check how its library makes it") -> None:
         super().__init__(reason)

@@ -26,7 +26,7 @@ from memguard._frameworks.arrays.view import DTYPES, View, dtype_name, in_elemen
 from memguard.errors import CannotShare
 
 MakeWait = Callable[["int | None"], None]
-"""Makes a stream (None: the host) wait until the memory is ready."""
+"""Makes a stream (None: the host) wait for the producer's work on the memory."""
 
 
 class Arrays(ABC):

@@ -49,7 +49,7 @@ def read(capsule: Any) -> View:
     readonly = False
     try:
         at = _pointer(capsule, b"dltensor")
-    except ValueError:  # not an unconsumed, unversioned capsule
+    except ValueError:  # versioned, consumed, or no capsule
         at, readonly = _versioned(capsule)
     address, kind, number, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack_from(
         _Tensor.from_address(at)

@@ -25,7 +25,7 @@ from memguard._frameworks.arrays.view import View
 from memguard.errors import DeviceError, Suspended
 
 _POLL, _POLL_SUSPENDED = 0.001, 0.1
-"""Seconds between two checks of work that must end before a release; the second applies while the process is
+"""Seconds between two checks whether the GPU work before a release is done; the second applies while the process is
 suspended."""
 
 
@@ -111,7 +111,7 @@ class _SharedView(NamedTuple):
 
 _new_shared_view: Callable[[tuple[Any, ...]], _SharedView] = functools.partial(tuple.__new__, _SharedView)
 held_for_processes: Counter[int] = Counter()
-"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes. The ledger adds them to no
+"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes. The ledger counts them for no
 framework."""
 _open: dict[int, _SharedView] = {}
 """The shared views by `id` of their `Lifetime`. An entry does not reference the array's owner."""

@@ -1,4 +1,4 @@
-"""Simulated frameworks: adapters over models of allocators, by the contract of `base.py`."""
+"""Adapters of simulated frameworks, which use models of the real allocators."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ _REQUESTS_ROOM = frozenset(row.allocator for row in SPECS.values() if row.reques
 class FrameworkOutOfMemory(SimulatedOutOfMemory):
     """A simulated framework's own out-of-memory error, with bytes requested, bytes held and the cap (None: no cap).
 
-    `driver` is the driver's error if the GPU was full, None if the cap was reached.
+    `driver` is the driver's error; None if the cap was reached.
     """
 
     def __init__(self, name: str, refused: AllocationRefused, free: int, *, unified: bool = False) -> None:
@@ -149,9 +149,9 @@ class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 class SimulatedFramework(Framework):
     """Simulates a framework of `SPECS`, or one of any `name` with `allocator`, a key of `MODELS`.
 
-    The first `allocate` makes it live and opens the process's CUDA context, which all frameworks share. Without a cap,
-    the allocator `bfc` takes nearly the whole GPU at its start, as TensorFlow's does, and `xla` takes three quarters,
-    as JAX's does; the other allocators can use the whole GPU.
+    The first `allocate` makes it live (initialised on the GPU) and opens the process's CUDA context, which all
+    frameworks share. Without a cap, the allocator `bfc` takes nearly the whole GPU at its start, as TensorFlow's does,
+    and `xla` takes three quarters, as JAX's does; the other allocators can use the whole GPU.
     """
 
     def __init__(

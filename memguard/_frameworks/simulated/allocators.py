@@ -258,7 +258,7 @@ def serving(sizes: Iterable[int], short: int) -> int:
 
 
 def bin_number(nbytes: int) -> int:
-    """PyCUDA's bin for a request: the exponent of two, and the four bits below the leading one."""
+    """PyCUDA's bin for a request: the exponent of two, and the four bits below the highest set bit."""
     exponent = max(nbytes.bit_length() - 1, 0)
     shifted = nbytes >> exponent - 4 if exponent >= 4 else nbytes << 4 - exponent
     return exponent << 4 | shifted & 15
@@ -332,7 +332,7 @@ class PyCUDAPool(Allocator):
         while not self._grow(self._driver_bytes(size)):
             if not self._bins:
                 return False
-            self._free_kept(max(self._bins))  # if the driver refuses, PyCUDA frees its largest cached block first
+            self._free_kept(max(self._bins))  # while the driver refuses, PyCUDA frees its largest cached block
         if size <= self.SLAB_UP_TO:
             self._slabs += size
         return True

@@ -91,7 +91,7 @@ class CuPyPool(Allocator):
         super().__init__(take, give, cap)
         self._pages = SimulatedPages(self._draw, self._give)
         self._arena = Arena()
-        self._pieces: dict[int, Piece] = {}  # by the start address of its region in the arena
+        self._pieces: dict[int, Piece] = {}  # by the start address of the region
         self._blocks: dict[int, Chunk] = {}
 
     @property
@@ -128,7 +128,7 @@ class CuPyPool(Allocator):
         return size
 
     def _miss(self, size: int) -> Chunk | None:
-        """A new chunk from the driver; None if the cap or the driver forbids it."""
+        """Allocate a chunk from the driver; None if it would exceed the cap or the driver refuses."""
         piece = self._pages.allocate(size) if self._below_cap(size) else None
         if piece is None:
             return None
@@ -165,7 +165,7 @@ class NumbaMemory(Allocator):
         return self._pages.returned_by([*self._pending, *(piece for kept in self._pooled.values() for piece in kept)])
 
     def trim(self) -> int:
-        """`deallocations.clear()`, which runs the pending frees; then free the pool."""
+        """Run the pending frees (`deallocations.clear()`), then free the pool."""
         before = self.held
         self._flush()
         while self._free_pooled_block():

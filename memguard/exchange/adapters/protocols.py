@@ -1,4 +1,4 @@
-"""Arrays of other libraries with a protocol, such as the buffers of RMM and cuda.core. Only as producers."""
+"""Exports arrays of other libraries by protocol, such as the buffers of RMM and cuda.core, and imports none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memguard._frameworks.arrays.view import View
 
 
 class ProducerOnly(Arrays):
-    """Base of adapters that are never the consumer."""
+    """Base class of adapters that export arrays and import none."""
 
     module: ClassVar[str] = ""
     call: ClassVar[str] = ""

@@ -177,7 +177,7 @@ class Server:
         self._loop.abandon()
 
     def at_exit(self) -> None:
-        """At the process's exit: remove the socket's file."""
+        """Remove the socket's file. Called at the process's exit."""
         with self._lock:
             self._stop_listening()
 
