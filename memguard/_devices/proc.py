@@ -127,8 +127,7 @@ def maps(root: str, pid: int) -> Maps | None:
 
 
 def parse_maps(content: str) -> Maps:
-    """Parse the text of `/proc/PID/maps`. The path of a file that was removed after the mapping ends in `
-    (deleted)`."""
+    """Parse the text of `/proc/PID/maps`. The path of a removed file ends in ` (deleted)`."""
     uvm, gpu, driver, tools, nccl = 0, set[str](), None, dict[str, None](), False
     for line in content.splitlines():
         parts = line.split(None, 5)
