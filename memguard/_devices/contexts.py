@@ -145,7 +145,7 @@ def ordinals() -> dict[str, int]:
 
 
 def uuid_of(ordinal: int | None) -> str:
-    """The UUID of the GPU with that ordinal; "" if unknown."""
+    """The UUID of the GPU `ordinal`; "" if unknown."""
     return next((uuid for uuid, number in ordinals().items() if number == ordinal), "")
 
 
@@ -160,7 +160,7 @@ def active(ordinal: int) -> bool | None:
         handle = c_int()
         if cuda.cuDeviceGet(handle, ordinal):
             return None
-        device = _handles[ordinal] = handle.value  # constant for the process's life
+        device = _handles[ordinal] = handle.value  # the handle never changes
     return None if cuda.cuDevicePrimaryCtxGetState(device, c_uint(), found) else found.value != 0
 
 
@@ -212,7 +212,7 @@ def primary_now(ordinal: int) -> int | None:
 
 
 class entered:  # noqa: N801 (a context manager written by hand for speed: each hand-over enters it several times)
-    """Makes a context, given by its handle, current on this thread for a block. Raises DeviceError if CUDA refuses."""
+    """Makes the context `context` current on this thread in a block. Raises DeviceError if a CUDA call fails."""
 
     __slots__ = ("_context", "_pushed")
 

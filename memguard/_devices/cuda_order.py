@@ -27,7 +27,7 @@ def hides_all(visible_devices: str | None) -> bool:
 def visible(*, ask_child: bool = True) -> tuple[VisibleDevice, ...] | None:
     """The GPUs that this process can use, by CUDA's ordinal; None if CUDA could not be read.
 
-    The child process runs only if CUDA is not initialised here and `ask_child` allows it.
+    Runs a child process only if CUDA is not initialised in this process and `ask_child` is True.
     """
     if contexts.initialised():
         return contexts.visible()

@@ -26,7 +26,7 @@ class Host(Protocol):
     def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
         """The GPUs that this process can use, in CUDA's order if CUDA could be read, else in NVML's order.
 
-        `ordinals` requires CUDA's numbering even if reading it takes a child process.
+        With `ordinals=True`, CUDA's order is read even if that takes a child process.
         """
         ...
 

@@ -192,7 +192,8 @@ class DriverAPI:
     """libcuda. Its functions are attributes, bound at first use; each returns a CUresult, 0 for success.
 
     Input parameters are plain integers (handles and addresses too). Output parameters are ctypes objects, passed
-    without `byref`: `cuda.cuDeviceGet(device, 0)` passes `&device`. AttributeError if the driver lacks the function.
+    without `byref`: `cuda.cuDeviceGet(device, 0)` passes `&device`. Raises AttributeError if the driver lacks the
+    function.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -300,7 +301,7 @@ def error_name(code: int) -> str | None:
 
 
 def check(call: str, code: int) -> None:
-    """Raise DeviceError if `code`, the result of the function `call`, is not success."""
+    """Raise DeviceError if `code`, the result of the function `call`, is not 0 (CUDA_SUCCESS)."""
     if code:
         name = error_name(code)
         error = f"{name} (error {code})" if name else f"error {code}"

@@ -101,7 +101,7 @@ def _without_library() -> str:
 
 
 def _missing(error: str) -> bool:
-    """Whether this error means that the machine has no GPU, rather than a broken one."""
+    """True if this error means that the machine has no GPU, and not that a GPU is broken."""
     from memguard._devices import survey
 
     return no_gpu(

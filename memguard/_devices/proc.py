@@ -36,7 +36,7 @@ _LONGEST = 60
 """Characters of a shortened command line, whose beginning identifies the program."""
 UNLISTED = "processes that are not listed here (another container, the driver)"
 _DRIVER_USES = GIB
-"""Bytes that the driver itself may use on each GPU. Fewer unlisted bytes are attributed to the driver."""
+"""Bytes that the driver itself may use on each GPU. `unlisted` attributes fewer bytes to the driver."""
 
 
 class Stat(NamedTuple):
@@ -67,8 +67,8 @@ class Maps(NamedTuple):
     """The CUDA mappings of a process.
 
     `uvm` counts the mappings of /dev/nvidia-uvm; `gpu` has the addresses of all mappings of the driver's device files;
-    `driver` is the start address of libcuda; `tools` are the mapped `TOOLS`; `nccl` is true if the shared memory of an
-    NCCL communicator is mapped.
+    `driver` is the start address of libcuda; `tools` names the mapped libraries of `TOOLS`; `nccl` is true if the
+    shared memory of an NCCL communicator is mapped.
     """
 
     uvm: int
@@ -280,7 +280,7 @@ def available_memory(root: str = "/") -> int | None:
 def grantable_memory(root: str = "/") -> int | None:
     """Bytes that processes can still commit if the kernel forbids overcommit (`vm.overcommit_memory` is 2).
 
-    None if the kernel allows overcommit (0 or 1, the usual values), and if unknown.
+    Returns None if the kernel allows overcommit (0 or 1, the usual values), or if the setting is unknown.
     """
     if (text(os.path.join(root, "proc/sys/vm/overcommit_memory")) or "").strip() != "2":
         return None

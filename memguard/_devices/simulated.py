@@ -139,7 +139,7 @@ class SimulatedHost:
         return frozenset(self._entries.items())
 
     def enter(self, *libraries: str) -> None:
-        """Run the entry functions of these `ENTRY_POINTS` on a thread of this process."""
+        """Simulate a thread of this process that runs the entry functions of these `ENTRY_POINTS`."""
         with self.lock:
             self._entries = {name: self._entries.get(name, 0) + (name in libraries) for name in ENTRY_POINTS}
 

@@ -49,7 +49,7 @@ class Mark:
     """A CUDA event recorded after all work queued so far on `stream` of the GPU `ordinal`; without a stream, on the
     whole context.
 
-    `context` is the context's handle if it is not the GPU's primary one. Raises DeviceError if CUDA refuses.
+    `context` is the context's handle if it is not the GPU's primary one. Raises DeviceError if a CUDA call fails.
     """
 
     __slots__ = ("_cuda", "_event", "_of", "_primary")
@@ -126,8 +126,8 @@ class Mark:
 def follow(ordinal: int, first: int | None, then: int | None, context: int | None = None) -> None:
     """Make later work of stream `then` (None: the host) run after the work of `first` (None: the whole context).
 
-    Does nothing if both are the same stream, or if the work of `first` is done. Raises DeviceError if CUDA refuses,
-    Captured if the call would break a capture.
+    Does nothing if both are the same stream, or if the work of `first` is done. Raises DeviceError if a CUDA call
+    fails, Captured if the call would break a capture.
     """
     if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # handle 0 equals LEGACY
         return
@@ -150,7 +150,7 @@ def follow_default(ordinal: int, then: int, context: int | None = None) -> None:
     """Make later work of stream `then` run after the work of the legacy default stream and of all blocking streams.
 
     Records an event on the default stream, which waits for all blocking streams (documented). CUDA does not document
-    that `cuStreamQuery` of the default stream includes them. Raises as `follow` does.
+    that `cuStreamQuery` of the default stream covers blocking streams. Raises as `follow` does.
     """
     if (then or LEGACY) == LEGACY:
         return
@@ -168,7 +168,7 @@ def quick_idle(ordinal: int, stream: int | None, other: int | None, inside: bool
 
     None if callers must use the slower calls below: the stream or `other` may be capturing a CUDA graph, or there is no
     context. Every hand-over calls this function, so it contains the code of the slower calls, without their repeated
-    look-ups. `inside`: the primary context is current. Never waits. Raises DeviceError if CUDA refuses.
+    look-ups. `inside`: the primary context is current. Never waits. Raises DeviceError if a CUDA call fails.
     """
     cuda, context = contexts.driver(), contexts.primary(ordinal)
     if not context:
@@ -263,7 +263,7 @@ def awaits_capture(context: int) -> bool:
 
 
 def blocking(stream: int) -> bool:
-    """Whether the legacy default stream waits for the work of a stream of its context, given by its handle."""
+    """True if `stream` is a blocking stream, so that its context's legacy default stream waits for its work."""
     cuda, flags = contexts.loaded(), c_uint()
     if cuda is None or not hasattr(cuda, "cuStreamGetFlags") or cuda.cuStreamGetFlags(stream, flags):
         return False
@@ -293,7 +293,7 @@ def place(address: int) -> tuple[int, int | None] | None:
 
 
 def _event(cuda: libcuda.DriverAPI, context: int) -> int:
-    """An event of the current context `context`."""
+    """A reused or new event of `context`, which must be current."""
     try:
         return _idle[context].pop()
     except (KeyError, IndexError):

@@ -32,7 +32,7 @@ _SWAPPED = ((535, 43), (535, 85))
 
 
 def main(fd: int, without: Iterable[int] = ()) -> None:
-    """Write a line of JSON for each reading to the pipe `fd`. Omits the processes `without`, the doctor's own PIDs."""
+    """Write a line of JSON for each reading to the pipe `fd`. Omits the PIDs in `without`, the doctor's own."""
     with os.fdopen(fd, "w", encoding="utf-8", buffering=1) as pipe:
         survey(lambda part: print(json.dumps(part), file=pipe, flush=True), frozenset(without))
 

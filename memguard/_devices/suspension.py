@@ -1,4 +1,4 @@
-"""The suspension state of this process. Every layer checks it before a call to CUDA or NVML.
+"""The suspension state of this process. Every layer checks this state before a call to CUDA or NVML.
 
 While a process is suspended, NVML's calls and CUDA's allocations block, and a synchronize or an event query crashes the
 process (SIGSEGV; driver 580.159, H200). So memguard must call neither CUDA nor NVML then. `_node.suspend` changes this
@@ -36,14 +36,14 @@ class Off:
         return self.phase not in SETTLED
 
     def __str__(self) -> str:
-        """`suspended, 12.3 GiB in host memory`."""
+        """The text for messages, such as `suspended, 12.3 GiB in host memory`."""
         if self.phase is Phase.LOST:
             return "lost: the driver has destroyed what it had on its GPUs"
         return f"suspended, {self.text_of_bytes} in host memory" if self.bytes else "suspended"
 
     @property
     def text_of_bytes(self) -> str:
-        """`12.3 GiB`, the sum over all GPUs."""
+        """The bytes of all GPUs as text, such as `12.3 GiB`."""
         return format_size(sum(self.bytes.values()))
 
 
@@ -114,7 +114,7 @@ def check(what: str) -> None:
 
 
 def defer(call: Callable[[], object]) -> None:
-    """Defer a call until the process is resumed. For destructors, on any thread at any moment: it takes no lock."""
+    """Defer a call until the process is resumed. Takes no lock, so that destructors may call it on any thread."""
     _deferred.append(call)
 
 

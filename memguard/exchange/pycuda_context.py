@@ -105,8 +105,8 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Register the exit hook once. PyCUDA's own modules pop at exit too, in any order: every pop removes the top of the
-    stack."""
+    """Register the exit hook once. PyCUDA's own modules also pop contexts at exit. The order does not matter, because
+    every pop removes the top of the stack."""
     life.at_exit(life.HookOrder.PYCUDA, _close_here)
 
 

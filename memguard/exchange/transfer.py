@@ -166,7 +166,7 @@ def _copy(
         if on is not None and place is not None:
             made = consumer.copy_on(shared, place, on)
         else:
-            made = consumer.copy(shared, place)  # on the stream that the consumer's views use
+            made = consumer.copy(shared, place)  # queued on the stream of the imported view
     if place is None or view.device is None or place == view.device:
         return made, _way(view.device, place)
     streams.follow(place, None, None)  # the host waits: a `Lifetime` tracks no second GPU's streams

@@ -1,4 +1,4 @@
-"""Reads and creates DLPack capsules with ctypes. PyTorch, TensorFlow, JAX and CuPy import memory from them.
+"""Reads and creates DLPack capsules, from which PyTorch, TensorFlow, JAX and CuPy import memory, with ctypes.
 
 memguard creates unversioned capsules (`dltensor`), which all four frameworks accept. TensorFlow and JAX accept no
 versioned ones (measured). A capsule's deleter may run on any thread, and acquires the GIL there.

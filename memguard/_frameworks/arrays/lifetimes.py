@@ -52,7 +52,7 @@ new_offer: Callable[[tuple[Any, ...]], Offer] = functools.partial(tuple.__new__,
 
 
 class Lifetime:
-    """The time in which one consumer uses a producer's memory; created by `begin`.
+    """Represents one consumer's use of a producer's memory; created by `begin`.
 
     `stream` is the consumer's stream; None if the consumer may use the memory on any stream. `context` is the
     consumer's CUDA context; None for the GPU's primary one. `releases_when_done`: the consumer releases memory only

@@ -49,7 +49,7 @@ class Allocator(ABC):
     def allocate(self, nbytes: int, *, exact: bool = False) -> int:
         """Allocate; returns the block's id. Raises AllocationRefused if the cap or the driver forbids it.
 
-        `exact`: `nbytes` is a recorded memory level, which already includes the slack of blocks. So the allocator
+        `exact`: `nbytes` was recorded from a real allocator and includes the slack of its block. So this allocator
         splits larger blocks at exactly this size.
         """
         if nbytes < 1:

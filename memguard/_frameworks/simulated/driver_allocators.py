@@ -107,7 +107,7 @@ class CuPyPool(Allocator):
         return before - self.held
 
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
-        wrapped = self.cap is not None and not exact  # an `exact` size is recorded, so it is already rounded
+        wrapped = self.cap is not None and not exact  # an `exact` size was recorded after rounding
         size = round_up(whole_share(nbytes) if wrapped else nbytes, UNIT)
         chunk = self._arena.fit(size) or self._miss(size)
         if chunk is None:

@@ -139,8 +139,8 @@ class Server:
             return len({peer.pid or id(peer) for peer in list(export.peers)})
 
     def counts(self) -> tuple[int, int]:
-        """The number of exports of this process that are open or attached, and of arrays that it has attached
-        itself."""
+        """The number of exports of this process that are open or attached, and of other processes' arrays that
+        this process has attached."""
         with self._lock:
             offered = sum(export.description.kind != wire.NOTHING for export in list(self._exports.values()))
             return offered, len(self._attached)

@@ -158,7 +158,7 @@ def attach(handle: Handle | str, framework: ArraysName, *, copy: bool | None = N
 
     `handle` may be its text. `copy` and `stream` are as in `to`; `copy=True` makes a copy in this process's own memory.
     The memory stays mapped as long as any view of it lives, also after the exporter closes it or ends. Initialises CUDA
-    if needed. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is no handle.
+    if needed. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is invalid.
     """
     suspension.check("memguard.exchange.attach")
     arguments.check(copy, None, registry.by_name(framework))
