@@ -3,7 +3,8 @@
 Types written in C reject `setattr`, so `put_method` changes the type's own dict. CPython looks a method up in the dicts
 of the type and its bases, and caches the result by the type's version. Each change of the dict therefore calls
 `PyType_Modified`. This works for methods that CPython looks up by name. CPython calls a special method such as
-`__len__` through a slot of the type, which the dict does not change: `put_method` rejects those.
+`__len__` through a slot of the type, which the dict does not change: `put_method` rejects special
+methods.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def put_method(cls: type, name: str, value: object) -> bool:
 
 
 def _own_dict(cls: type) -> dict[str, Any] | None:
-    """The dict behind `cls.__dict__`, a read-only view. None if this Python exposes the dict in another way."""
+    """The mutable dict behind the read-only view `cls.__dict__`; None if this Python has another implementation."""
     found = [one for one in gc.get_referents(cls.__dict__) if type(one) is dict]
     return found[0] if len(found) == 1 and found[0].keys() == vars(cls).keys() else None
 
@@ -47,8 +48,8 @@ def clear_method_cache(cls: type) -> None:
 
 
 class Region(NamedTuple):
-    """A mapping of a part of a library. `offset` is the part's offset in the file. `path` ends in ` (deleted)` after
-    the file's removal."""
+    """One memory mapping of a library's file, from byte `offset` of the file. `path` ends in ` (deleted)` if the file
+    was removed."""
 
     start: int
     end: int
@@ -58,10 +59,10 @@ class Region(NamedTuple):
 
 
 def regions(maps: str, name: str) -> list[Region]:
-    """The library's parts that are mapped as readable data, by `/proc/PID/maps`. `name`: the prefix of the library's
-    file name.
+    """The readable, non-executable mappings of a library. `maps` is the text of `/proc/PID/maps`, `name` the prefix of
+    the library's file name.
 
-    Zero-initialised variables (.bss) are missing: they lie in unnamed memory, which the kernel joins with other
+    Omits zero-initialised variables (.bss): they lie in anonymous memory, which the kernel may merge with other
     libraries' heap.
     """
     found: list[Region] = []
@@ -76,7 +77,7 @@ def regions(maps: str, name: str) -> list[Region]:
 
 
 def pointers_to(found: Iterable[Region], address: int) -> list[int]:
-    """The addresses in writable parts at which `address` is stored. Reads only this process's mappings."""
+    """The addresses in writable mappings at which `address` is stored. Reads only this process's mappings."""
     pointer, at = struct.pack("P", address), list[int]()
     for region in found:
         if not region.writable:

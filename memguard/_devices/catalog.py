@@ -1,6 +1,6 @@
 """The catalogue of simulated GPUs: a card, a MIG slice, a memory size, or a file that describes GPUs.
 
-h200, rtx4090, NVIDIA H200      a card of `CATALOGUE`, by its short name or by NVML's
+h200, rtx4090, NVIDIA H200      a card of `CATALOGUE`, by its key or by its NVML name
 h100-1g.10gb                    a MIG slice
 24GiB                           a GPU with this much memory and no driver reserve
 lab.yaml, ./machines/lab.yml    the GPUs of a file (docs/simulation.md)
@@ -35,12 +35,12 @@ _MAX_BYTES = 1 << 20
 class Model:
     """The NVML properties of one GPU model. `total` and `reserved` (the driver reserve) are bytes.
 
-    `source`: `measured` by this project; `nvidia-smi`: the total is from public output of nvidia-smi, the reserve is a
-    typical one; `cudaMemGetInfo`: reported by users; `typical`: usual for such a card. Empty for a GPU that a user
-    described.
+    `source`: `measured` by this project; `nvidia-smi`: the total is from public output of nvidia-smi, the reserve is
+    typical of such cards; `cudaMemGetInfo`: users reported the total; `typical`: usual for such a card. Empty for a GPU
+    of a user's file.
 
-    `unified`: the GPU uses the machine's memory: NVML reports none, and `total` is CUDA's. `processes`: what NVML's
-    process list contains. `spills`: see `Host`.
+    `unified`: the GPU uses the machine's memory, so NVML reports no memory, and `total` is CUDA's total. `processes`:
+    what NVML's process list contains. `spills`: see `Host`.
     """
 
     name: str
@@ -61,7 +61,7 @@ CATALOGUE: Mapping[str, Model] = {
     "h100": Model("NVIDIA H100 80GB HBM3", "hopper", 81_559 * MIB, 551 * MIB, 132, _SMI),
     "a100-40gb": Model("NVIDIA A100-SXM4-40GB", "ampere", 40_960 * MIB, 571 * MIB, 108, _SMI),
     "a100-80gb": Model("NVIDIA A100-SXM4-80GB", "ampere", 81_920 * MIB, 869 * MIB, 108, _SMI),
-    "a6000": Model("NVIDIA RTX A6000", "ampere", 49_140 * MIB, 459 * MIB, 84, _SMI),  # ECC off, as delivered
+    "a6000": Model("NVIDIA RTX A6000", "ampere", 49_140 * MIB, 459 * MIB, 84, _SMI),  # ECC off, the factory setting
     "a10": Model("NVIDIA A10", "ampere", 23_028 * MIB, 475 * MIB, 72, _SMI),
     "l40s": Model("NVIDIA L40S", "ada", 46_068 * MIB, 596 * MIB, 142, _SMI),
     "l4": Model("NVIDIA L4", "ada", 23_034 * MIB, 467 * MIB, 58, _SMI),
@@ -129,7 +129,7 @@ def canonical(name: str) -> str:
 
 
 def models(name: str) -> tuple[Model, ...]:
-    """The GPUs of this name; only a file has several. Raises DeviceError, or ConfigError for an invalid file."""
+    """The GPUs that `name` stands for: several only for a file. Raises DeviceError; ConfigError for an invalid file."""
     wanted = name.strip()
     found = _known(wanted.lower())
     if found is not None:
@@ -155,7 +155,7 @@ def model(name: str) -> Model:
 
 
 def suggested(wanted: str) -> tuple[str, ...]:
-    """The catalogue names that match a mistyped name, never another card: `a100` matches two, `a30` none."""
+    """The catalogue names of the card that a mistyped name means: two for `a100`, none for the unknown card `a30`."""
     parts = _parts(wanted)
     if all(part.isdecimal() and len(part) < 4 for part in parts):  # the name is only a size, or empty
         return ()
@@ -172,7 +172,7 @@ def _known(wanted: str) -> Model | None:
 
 
 def _unsized(key: str) -> str:
-    """`a100-3g.40gb` for `a100-80gb-3g.40gb`."""
+    """The key without the card's memory size: `a100-3g.40gb` for `a100-80gb-3g.40gb`."""
     card, _, profile = key.rpartition("-")
     return f"{card.partition('-')[0]}-{profile}"
 
@@ -181,7 +181,7 @@ _NOISE = {"nvidia", "geforce", "tesla", "mig", "gpu"}
 
 
 def _parts(text: str) -> list[str]:
-    """`["a100", "80"]` for `NVIDIA A100-80`."""
+    """The lower-case tokens of a name: `["a100", "80"]` for `NVIDIA A100-80`."""
     return [part for part in re.findall(r"[a-z0-9]+", text.lower()) if part not in _NOISE]
 
 
@@ -258,7 +258,7 @@ class _Profile:
         self.problems.append(Problem(what, fix, line, column, ".".join(str(part) for part in loc)))
 
     def entries(self) -> Iterator[tuple[Loc, Mapping[str, Any]]]:
-        """The keys of each GPU. In a mapping, the key is the GPU's name."""
+        """Yield the location and the settings of each GPU. `devices` may be a list, or a mapping by GPU name."""
         data = self._document.data
         if self._document.bad and not data:
             return

@@ -5,12 +5,13 @@ and restore it. Each call may take as long as the copy, or hang (a stopped targe
 (`_node/suspend/driver/helper.py`) makes these calls.
 
 The driver allocates a restored process's bytes in the first 30 ms of the restore (H200, driver 580.159), and destroys
-the process if they are not free. Reading the free bytes reserves nothing: another process may allocate them before the
-restore. Memory that the helper has allocated (`MemoryPlaceholder`) stays available, and is freed as the restore begins.
+the process if they are not free. Reading the number of free bytes reserves nothing: another process may allocate them
+before the restore. So the helper allocates the bytes itself (`MemoryPlaceholder`), and frees them as the restore
+begins.
 
-To allocate, the helper needs a context of its own (about 0.5 GiB on an H200). If the GPU has room for both the context
-and the process, the context stays, and `MemoryPlaceholder.release` frees only the blocks, in milliseconds. Otherwise
-the context counts towards the wanted bytes, and `release` destroys it too.
+To allocate, the helper needs a context of its own (about 0.5 GiB on an H200). If the GPU has enough memory for both the
+context and the process, the context stays, and `MemoryPlaceholder.release` frees only the blocks, in milliseconds.
+Otherwise the context counts towards the wanted bytes, and `release` destroys it too.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ TOO_OLD = Advice(
 # CUresult values, with their meaning as observed on an H200 with driver 580.159.
 SUCCESS = 0
 INVALID_VALUE = 1
-"""Restore: the process has opened another process's CUDA IPC handle. The driver destroys it."""
+"""Restore: the process has opened another process's CUDA IPC handle. The driver destroys the process."""
 OUT_OF_MEMORY = 2
 """Restore: too little free GPU memory. The driver destroys the process."""
 NOT_INITIALIZED = 3
@@ -44,14 +45,14 @@ NOT_INITIALIZED = 3
 OPERATING_SYSTEM = 304
 """No such process, or another user's process. Also returned by a restore after a failed restore."""
 ILLEGAL_STATE = 401
-"""The call does not fit the state: a second lock, or a checkpoint without a lock. Harmless."""
+"""The process's state forbids the call: a second lock, or a checkpoint without a lock. Harmless."""
 NOT_READY = 600
 """Lock: the timeout ended before the GPU's work did. The process continues to run."""
 NOT_SUPPORTED = 801
-"""Checkpoint: the process has managed memory. It remains locked, and can be unlocked."""
+"""Checkpoint: the process has managed memory. The process remains locked, and can be unlocked."""
 MARGIN = 4 * MIB
-"""Free bytes required beyond the process's own. A restore succeeded with 1.5 MiB more, and failed with 0.4 MiB less
-(H200)."""
+"""Free bytes that a restore requires in addition to the process's bytes. A restore succeeded with 1.5 MiB more, and
+failed with 0.4 MiB less (H200)."""
 
 
 class State(IntEnum):
@@ -65,37 +66,38 @@ class State(IntEnum):
     FAILED = 3
     """The process cannot be restored."""
     CHECKPOINTING = 4
-    """A checkpoint is in progress. CUDA 13.0's header lacks this state and the next one, 13.5's has them: a driver that
-    does not know them blocks the query until the operation has ended."""
+    """A checkpoint is in progress. CUDA 13.0's header lacks CHECKPOINTING and RESTORING, 13.5's has them. An older
+    driver blocks the query until the operation has ended."""
     RESTORING = 5
     """A restore is in progress."""
 
 
 IN_PROGRESS = (State.CHECKPOINTING, State.RESTORING)
-"""The transient states, which the driver leaves by itself."""
+"""The transient states, which end without another call."""
 
 
 class Checkpoint(Protocol):
-    """The driver's five calls. Each returns a CUresult, 0 for success."""
+    """The driver's five checkpoint calls. Each returns a CUresult, 0 for success."""
 
     def state(self, pid: int) -> tuple[int, State | None]:
         """A CUresult and the state of the process, None if the call failed. Blocks while another operation runs."""
 
     def lock(self, pid: int, timeout_ms: int) -> int:
-        """RUNNING to LOCKED, once the GPU's work is done. Returns 600 after the timeout; 0 waits without limit."""
+        """RUNNING to LOCKED, once the GPU's work is done. Returns NOT_READY after the timeout; `timeout_ms` 0 waits
+        without limit."""
 
     def checkpoint(self, pid: int) -> int:
         """LOCKED to CHECKPOINTED."""
 
     def restore(self, pid: int) -> int:
-        """CHECKPOINTED to LOCKED. Without free memory for all its bytes, the driver destroys the process."""
+        """CHECKPOINTED to LOCKED. If too little GPU memory is free, the driver destroys the process."""
 
     def unlock(self, pid: int) -> int:
         """LOCKED to RUNNING."""
 
 
 class Driver:
-    """Makes the driver's calls. Raises DeviceError if libcuda cannot be loaded or initialised here, or is too old."""
+    """Makes the driver's calls. Raises DeviceError if libcuda cannot be loaded or initialised, or is too old."""
 
     def __init__(self) -> None:
         try:
@@ -129,7 +131,8 @@ class Driver:
 def pieces(wanted: int, free: int, context: int) -> tuple[int, bool] | None:
     """The number of bytes to allocate so that `wanted` bytes are free after `release`, and whether the context stays.
 
-    `free`: the GPU's free bytes with the context of `context` bytes in place. Returns None if they are too few. Pure.
+    `free`: the GPU's free bytes while the helper's context of `context` bytes exists. Returns None if too few are free.
+    Pure.
     """
     if free >= wanted:
         return round_up(wanted), True
@@ -144,7 +147,7 @@ class _GpuBlocks:
     device: int
     context: c_void_p
     keeps: bool = True
-    """The context stays when `release` frees the blocks."""
+    """True if `release` frees only the blocks and not the context."""
     blocks: list[int] = field(default_factory=list)
 
 
@@ -160,7 +163,7 @@ class MemoryPlaceholder:
         """Allocate these bytes on every GPU, or on none.
 
         Returns the bytes that `release` will free, including contexts that will not stay. Raises DeviceError if a GPU
-        has too little free memory, or is not visible here.
+        has too little free memory, or is not visible to this process.
         """
         self.release()
         held = {}
@@ -219,7 +222,7 @@ class MemoryPlaceholder:
 
     @contextlib.contextmanager
     def _current(self, entry: _GpuBlocks) -> Iterator[None]:
-        """Make the context current in a block. Needed because each request runs on its own thread, which has no current
+        """Make the context current for a `with` block, because each request runs on a new thread without a current
         context."""
         self._cuda.cuCtxPushCurrent_v2(entry.context)
         try:

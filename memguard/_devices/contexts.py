@@ -22,7 +22,7 @@ _INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _IDS_FROM = 13000  # the driver's CUDA version, as cuDriverGetVersion encodes it
 _initialised: libcuda.DriverAPI | None = None
-"""libcuda, once CUDA is initialised. CUDA stays initialised, and a test costs more than most CUDA calls here."""
+"""libcuda, once CUDA is initialised. Cached, because the test takes longer than most CUDA calls in this module."""
 _primaries: dict[int, int] = {}
 _handles: dict[int, int] = {}
 """The driver's handle of a GPU, by ordinal."""
@@ -57,10 +57,10 @@ def loaded() -> libcuda.DriverAPI | None:
 
 
 def driver() -> libcuda.DriverAPI:
-    """The initialised libcuda, for calls that give a GPU work.
+    """The initialised libcuda, for calls that use a GPU.
 
-    Raises DeviceError if nothing has initialised CUDA in this process, and Suspended while the process is off its GPUs:
-    a synchronize would crash it then, and an allocation would block.
+    Raises DeviceError if nothing has initialised CUDA in this process, and Suspended while the process is suspended: a
+    synchronize would then crash the process, and an allocation would block.
     """
     if suspension.now is not None:
         raise suspension.refused("CUDA")
@@ -107,7 +107,7 @@ def current_handle() -> int | None:
 def visible() -> tuple[VisibleDevice, ...] | None:
     """The GPUs that this process can use, by CUDA's ordinal; None if nothing has initialised CUDA.
 
-    Raises DeviceError if CUDA does not describe one of them.
+    Raises DeviceError if CUDA cannot describe a GPU.
     """
     cuda = loaded()
     if cuda is None:
@@ -145,12 +145,12 @@ def ordinals() -> dict[str, int]:
 
 
 def uuid_of(ordinal: int | None) -> str:
-    """The UUID of the GPU with that ordinal; "" if unknown."""
+    """The UUID of the GPU `ordinal`; "" if unknown."""
     return next((uuid for uuid, number in ordinals().items() if number == ordinal), "")
 
 
 def active(ordinal: int) -> bool | None:
-    """Whether the device's primary context exists (`cuDevicePrimaryCtxGetState`, creates none); None if unknown."""
+    """Whether the device's primary context exists (`cuDevicePrimaryCtxGetState` never creates it); None if unknown."""
     cuda = _initialised if _initialised is not None else loaded()
     if cuda is None:
         return False
@@ -160,7 +160,7 @@ def active(ordinal: int) -> bool | None:
         handle = c_int()
         if cuda.cuDeviceGet(handle, ordinal):
             return None
-        device = _handles[ordinal] = handle.value  # constant for the process's life
+        device = _handles[ordinal] = handle.value  # the handle never changes
     return None if cuda.cuDevicePrimaryCtxGetState(device, c_uint(), found) else found.value != 0
 
 
@@ -175,10 +175,10 @@ def _with_primary(cuda: libcuda.DriverAPI, ordinal: int) -> int | None:
 def primary(ordinal: int) -> int | None:
     """The handle of the device's primary context; None if it does not exist.
 
-    Cached: the context lives as long as the framework that uses it, and reading the handle takes four calls.
+    Cached, because reading the handle takes four calls, and the context lives as long as the framework that uses it.
     """
     known = _primaries.get(ordinal)
-    if known is not None:  # so libcuda is loaded
+    if known is not None:
         return known
     cuda = loaded()
     if cuda is None:
@@ -199,20 +199,20 @@ def primary_known(ordinal: int) -> int | None:
 
 def ordinal_of(context: int | None) -> int | None:
     """The ordinal of the GPU with this primary context; None if `primary` has not cached it yet."""
-    for ordinal, known in tuple(_primaries.items()):  # a copy: another thread may add one during the loop
+    for ordinal, known in tuple(_primaries.items()):  # a copy, because another thread may add a context during the loop
         if known == context:
             return ordinal
     return None
 
 
 def primary_now(ordinal: int) -> int | None:
-    """`primary` without its cache: after every user has released a primary context, the next one has another handle."""
+    """Like `primary`, but not cached: after all users released a primary context, CUDA creates it with a new handle."""
     _primaries.pop(ordinal, None)
     return primary(ordinal)
 
 
 class entered:  # noqa: N801 (a context manager written by hand for speed: each hand-over enters it several times)
-    """Makes a context, given by its handle, current on this thread for a block. Raises DeviceError if CUDA refuses."""
+    """Makes the context `context` current on this thread in a block. Raises DeviceError if a CUDA call fails."""
 
     __slots__ = ("_context", "_pushed")
 
@@ -233,7 +233,7 @@ class entered:  # noqa: N801 (a context manager written by hand for speed: each 
 
 
 class pushed:  # noqa: N801 (a context manager written by hand for speed: each reading enters it several times)
-    """Makes the device's primary context current on this thread for a block. Yields False if it does not exist."""
+    """Makes the device's primary context current on this thread for a block. Yields False if there is none."""
 
     __slots__ = ("_context", "_device", "_ordinal", "_pushed")
 
@@ -264,7 +264,7 @@ class pushed:  # noqa: N801 (a context manager written by hand for speed: each r
 
     def __exit__(self, *_: object) -> None:
         context, self._context = self._context, None
-        if context is None or context.value is None or (cuda := loaded()) is None:  # nothing was retained
+        if context is None or context.value is None or (cuda := loaded()) is None:  # `__enter__` retained no context
             return
         try:
             if self._pushed:
@@ -274,7 +274,7 @@ class pushed:  # noqa: N801 (a context manager written by hand for speed: each r
 
 
 def allocation(address: int) -> tuple[int, int] | None:
-    """Start and bytes of the driver's allocation around an address, in the current context; None if there is none."""
+    """Start and bytes of the driver's allocation that contains `address`, in the current context; else None."""
     cuda = loaded()
     start, size = c_uint64(), c_size_t()
     if cuda is None or cuda.cuMemGetAddressRange_v2(start, size, address):
@@ -292,12 +292,12 @@ def buffer(address: int) -> int | None:
 
 
 def watch(address: int, known: int) -> Callable[[], bool]:
-    """A fast test of whether the allocation at an address still has the id that `buffer` returned."""
+    """Create a fast test: does the allocation at `address` still have the id `known`, which `buffer` returned?"""
     ask = libcuda.quick("cuPointerGetAttribute") if loaded() is not None else None
     if ask is None:
         return lambda: buffer(address) == known
     found, which, where = c_uint64(), c_int(_BUFFER_ID), c_uint64(address)
-    out = byref(found)  # all threads share it: another thread's result is valid too, and newer
+    out = byref(found)  # shared by all threads: a result that another thread wrote is newer and equally valid
     return lambda: ask(out, which, where) == 0 and found.value == known
 
 
@@ -313,11 +313,11 @@ class IdOfCurrent(NamedTuple):
 
 
 def id_of_current() -> IdOfCurrent:
-    """Create the id reader. It fails on drivers whose ids may be equal before and after a primary context's reset.
+    """Create the id reader. Its reads fail on drivers that may reuse the id after a reset of the primary context.
 
     Documented for `cuCtxGetId`: ids are unique for the life of the program. Measured on an H100 with driver 580 (CUDA
-    13.0): a reset gives the primary context another id and the same handle, and in between the call fails (709, 201).
-    Older drivers were not measured, so memguard does not use their ids.
+    13.0): a reset gives the primary context another id and the same handle, and between the reset and the next context
+    `cuCtxGetId` fails (709, 201). Older drivers were not measured, so memguard does not use their ids.
     """
     cuda, version, number = libcuda.already_loaded(), c_int(), c_uint64()
     known = cuda is not None and cuda.cuDriverGetVersion(version) == 0 and version.value >= _IDS_FROM
@@ -332,7 +332,10 @@ def current_id(context: int) -> int | None:
 
 
 def relax() -> bool:
-    """From now on no call of this thread breaks another thread's CUDA graph capture. False if CUDA is not loaded."""
+    """Set this thread's capture mode to relaxed, so that its calls break no other thread's CUDA graph capture.
+
+    False if CUDA is not loaded.
+    """
     cuda = loaded()
     return cuda is not None and cuda.cuThreadExchangeStreamCaptureMode(c_int(_RELAXED)) == 0
 
@@ -340,8 +343,8 @@ def relax() -> bool:
 class capture_safe:  # noqa: N801 (a context manager)
     """In this block, this thread's calls that free memory do not break another thread's CUDA graph capture.
 
-    `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a torch capture
-    without this block; within it the capture stays valid.
+    Calls `cuThreadExchangeStreamCaptureMode`. Measured: freeing CuPy's blocks from another thread invalidates a torch
+    capture without this block; within it the capture stays valid.
     """
 
     __slots__ = ("_changed", "_mode")

@@ -36,7 +36,7 @@ def device(to: int, source: int, nbytes: int, ordinal: int) -> None:
 
 
 def queue(to: int, source: int, nbytes: int, context: int | None, stream: int) -> None:
-    """Queue a copy within a GPU on `stream` of that context, without waiting (`cuMemcpyAsync`)."""
+    """Queue a copy within a GPU on `stream` of `context`, without waiting (`cuMemcpyAsync`)."""
     cuda = contexts.driver()
     if context is None:
         raise DeviceError("there is no context to copy in", fix="make an array on the GPU first")
@@ -80,7 +80,7 @@ def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
 
 
 def _context(ordinal: int) -> int:
-    """The context for the copy. The thread may have no current context, even right after its framework's work."""
+    """The context for the copy. A thread may have no current context even while its framework uses the GPU."""
     context = contexts.primary(ordinal) or contexts.current_handle()
     if context is None:
         raise DeviceError(f"cuda:{ordinal} has no context in this process", fix="make an array on it first")

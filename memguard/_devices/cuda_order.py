@@ -27,7 +27,7 @@ def hides_all(visible_devices: str | None) -> bool:
 def visible(*, ask_child: bool = True) -> tuple[VisibleDevice, ...] | None:
     """The GPUs that this process can use, by CUDA's ordinal; None if CUDA could not be read.
 
-    The child process runs only if CUDA is not initialised here and `ask_child` allows it.
+    Runs a child process only if CUDA is not initialised in this process and `ask_child` is True.
     """
     if contexts.initialised():
         return contexts.visible()
@@ -42,7 +42,7 @@ def _ask_child() -> tuple[VisibleDevice, ...] | None:
     path = importable()
     try:
         answer = subprocess.run(
-            # -S: `path` replaces `site`, which may read many files
+            # -S skips `site`, which may read many files: `path` includes its entries
             [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
             capture_output=True,
             text=True,
@@ -58,7 +58,8 @@ def _ask_child() -> tuple[VisibleDevice, ...] | None:
 
 
 def importable() -> list[str]:
-    """`sys.path` for a child that imports memguard: without the current folder, which may contain a json.py."""
+    """`sys.path` for a child that imports memguard: without the current directory, whose json.py
+    could shadow the standard library's."""
     path = [entry for entry in sys.path if isinstance(entry, str) and entry]
     own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return path if own in path else [*path, own]

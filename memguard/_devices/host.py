@@ -1,4 +1,4 @@
-"""The interface through which the other rooms access GPUs: real ones (`real.py`) or simulated ones (`simulated.py`)."""
+"""The interface through which memguard accesses GPUs: real ones (`real.py`) or simulated ones (`simulated.py`)."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class Host(Protocol):
     def devices(self, *, ordinals: bool = False) -> tuple[Device, ...]:
         """The GPUs that this process can use, in CUDA's order if CUDA could be read, else in NVML's order.
 
-        `ordinals` requires CUDA's numbering even if reading it takes a child process.
+        With `ordinals=True`, CUDA's order is read even if that takes a child process.
         """
         ...
 
     def memory(self, device: Device) -> MemoryInfo:
         """The device's memory now (NVML `nvmlDeviceGetMemoryInfo`, v2 if the driver has it).
 
-        For a device with unified memory: the figures of CUDA and the machine.
+        For unified memory, the figures come from CUDA and /proc/meminfo.
         """
         ...
 
     def processes(self, device: Device) -> Mapping[int, int | None]:
-        """Bytes of each process on the device (NVML compute processes); None where NVML gives no bytes."""
+        """Bytes of each compute process on the device, by PID (NVML); None if NVML reports no bytes."""
         ...
 
     def context_active(self, device: Device) -> bool | None:
@@ -50,10 +50,10 @@ class Host(Protocol):
         ...
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
-        """Each observable library of `ENTRY_POINTS` with the number of polls that found it entered.
+        """Each observable library of `ENTRY_POINTS`, with the number of polls that found it entered.
 
-        Covers only libraries that `libraries` has found. With `mark=False`, the next poll counts the same entries
-        again.
+        A library is entered if a thread ran one of its entry functions since the poll before. Covers only libraries
+        that `libraries` has found. With `mark=False`, the next poll counts the same entries again.
         """
         ...
 

@@ -1,6 +1,6 @@
 """Opens `libcuda.so.1` and declares the types of each function that memguard calls: the only access to libcuda.
 
-Functions and structures have their names in `cuda.h` (read: CUDA 13.0), with the suffix (`_v2`) of the exported symbol.
+Functions and structures have the names of `cuda.h` (CUDA 13.0), with the suffix (`_v2`) of the exported symbol.
 An old driver lacks some functions: test with `hasattr(cuda, "cuCtxRecordEvent")`.
 """
 
@@ -91,7 +91,7 @@ class _OutAny:
 
 
 class _Int:
-    """A C int: ordinals, enumerators, flags. Measured: c_int takes 80 ns to convert one, this class 10 ns."""
+    """A C int: ordinals, enumerators, flags. Measured: c_int converts an argument in 80 ns, this class in 10 ns."""
 
     from_param = staticmethod(operator.index)
 
@@ -192,7 +192,8 @@ class DriverAPI:
     """libcuda. Its functions are attributes, bound at first use; each returns a CUresult, 0 for success.
 
     Input parameters are plain integers (handles and addresses too). Output parameters are ctypes objects, passed
-    without `byref`: `cuda.cuDeviceGet(device, 0)` passes `&device`. AttributeError if the driver lacks the function.
+    without `byref`: `cuda.cuDeviceGet(device, 0)` passes `&device`. Raises AttributeError if the driver lacks the
+    function.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -223,9 +224,10 @@ def already_loaded() -> DriverAPI | None:
 
 
 def quick(name: str) -> Callable[..., int] | None:
-    """A function of libcuda for calls at each allocation; None if the driver lacks it.
+    """A function of libcuda for calls at each allocation; None if the driver lacks the function.
 
-    It takes prepared ctypes objects, and None for a null pointer. The call keeps the GIL, so it must return at once.
+    The function takes prepared ctypes objects, and None for a null pointer. Its calls keep the GIL, so the function
+    must be one that returns immediately.
     """
     if name not in SIGNATURES:
         raise AttributeError(f"{name} is not in memguard._devices.libcuda.SIGNATURES")
@@ -237,8 +239,7 @@ def quick(name: str) -> Callable[..., int] | None:
 
 
 def opened(path: str) -> ctypes.CDLL | None:
-    """The library of this file; None if this process has not loaded it. Loads nothing, and keeps a loaded library
-    loaded."""
+    """A handle of the library at `path`, which keeps the library loaded; None if this process has not loaded it."""
     try:
         return ctypes.CDLL(path, mode=getattr(os, "RTLD_NOLOAD", 4) | os.RTLD_LAZY)
     except OSError:
@@ -283,7 +284,7 @@ def load() -> DriverAPI:
     """libcuda, loaded on demand. Raises OSError if loading fails.
 
     Only for memguard's own processes (the doctor's survey, the child that reads CUDA's order), and for a process that
-    attaches another process's memory and so requests CUDA.
+    attaches another process's memory, which requires CUDA.
     """
     global _library
     if _library is None:
@@ -300,7 +301,7 @@ def error_name(code: int) -> str | None:
 
 
 def check(call: str, code: int) -> None:
-    """Raise DeviceError if `code`, the result of the function `call`, is not success."""
+    """Raise DeviceError if `code`, the result of the function `call`, is not 0 (CUDA_SUCCESS)."""
     if code:
         name = error_name(code)
         error = f"{name} (error {code})" if name else f"error {code}"

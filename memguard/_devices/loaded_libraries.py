@@ -24,10 +24,10 @@ _TRIES = 3
 
 
 def files(path: str = _MAPS) -> frozenset[tuple[str, str]] | None:
-    """The loaded `LIBRARIES`, and libcuda as `KERNELS`, each with the path of its file; None if the kernel's list
-    cannot be read.
+    """Name and file path of each loaded library of `LIBRARIES`, and of libcuda, named `KERNELS`; None if the kernel's
+    list cannot be read.
 
-    The kernel takes 2 µs for each of some thousand mappings.
+    Reading takes 2 µs for each mapping of the process, which may have some thousand.
     """
     try:
         with open(path, "rb", buffering=0) as file:
@@ -43,7 +43,7 @@ def files(path: str = _MAPS) -> frozenset[tuple[str, str]] | None:
 
 
 def libraries(path: str = _MAPS) -> frozenset[str]:
-    """The names of the loaded `LIBRARIES`; all of them if the list cannot be read, as any may be loaded."""
+    """The names of the loaded `LIBRARIES`; all of them if the list cannot be read, because any may be loaded."""
     return _names(files(path))
 
 
@@ -52,7 +52,7 @@ def _names(found: frozenset[tuple[str, str]] | None) -> frozenset[str]:
 
 
 class EntryDetector:
-    """Detects whether a thread entered a library since the last poll, by running one of its entry functions.
+    """Detects whether a thread has run an entry function of a library since the last poll.
 
     memguard unmaps the page of each entry function (`ENTRY_POINTS`) with `madvise`. When a thread runs that page, or an
     adjacent page for the first time, the kernel maps the page again from its file, and `/proc/self/pagemap` shows it.
@@ -69,7 +69,7 @@ class EntryDetector:
         self._found: Counter[str] = Counter()
 
     def libraries(self) -> frozenset[str]:
-        """Same result as the function `libraries`. `entries` then observes the libraries found."""
+        """Like the function `libraries`. From this call on, `entries` observes the libraries found."""
         found = files()
         with self._lock:
             for name, path in sorted((found or frozenset()) - self._files):
@@ -101,7 +101,7 @@ class EntryDetector:
         self._found[name] += bool(entered)
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
-        """Each observable library with the number of polls that found it entered.
+        """Each observable library with the number of polls that found it entered since the poll before.
 
         With `mark=False`, the next poll counts the same entries again.
         """
@@ -138,13 +138,13 @@ def _entry(pagemap: int, page: int) -> int:
 
 
 def _shows(pagemap: int, page: int) -> bool:
-    """Whether pagemap shows the page after one byte of it was read, and the page can be unmapped again."""
+    """Read one byte of the page. True if pagemap then shows the page, and the page can be unmapped again."""
     libcuda.touch(page)
     return bool(_entry(pagemap, page) & _PRESENT) and _unmap(pagemap, page)
 
 
 def _unmap(pagemap: int, page: int) -> bool:
-    """True if the page is unmapped, or can be unmapped: another thread may run it again at once."""
+    """Unmap the page. True if that is possible, even if another thread runs the page again immediately."""
     for _ in range(_TRIES):
         entry = _entry(pagemap, page)
         if not entry & _PRESENT:

@@ -1,9 +1,9 @@
 """Reads NVML for all of memguard except the doctor's survey. Creates no context and does not initialise CUDA.
 
-Quirks handled here, each read or measured: NVML must be initialised again after a fork, and after other code in this
-process shut it down; NVML's device count includes GPUs that it cannot open; `NVMLLibraryMismatchError` is no
+Quirks handled here, each documented or measured: NVML must be initialised again after a fork, and after other code in
+this process shut it down; NVML's device count includes GPUs that it cannot open; `NVMLLibraryMismatchError` is no
 `NVMLError`; `usedGpuMemory` is None under WSL and some MIG and vGPU set-ups; drivers 535.43 to 535.85 swap fields of
-the process list, so memguard ignores their bytes.
+the process list, so memguard ignores the bytes that they report.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _WITHIN = Advice(
     "ask again after it",
 )
 _BRIEFLY = 0.2
-"""Seconds to wait for pynvml's lock. Other threads hold it for microseconds, so after this time this thread itself must
-be the holder."""
+"""Seconds to wait for pynvml's lock. Other threads hold the lock for microseconds, so after this time this thread
+itself must hold it."""
 
 
 def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None, tegra: bool = False) -> str:
@@ -101,7 +101,7 @@ def _without_library() -> str:
 
 
 def _missing(error: str) -> bool:
-    """Whether this error means that the machine has no GPU, rather than a broken one."""
+    """True if this error means that the machine has no GPU, and not that a GPU is broken."""
     from memguard._devices import survey
 
     return no_gpu(
@@ -139,7 +139,7 @@ def _amd() -> str | None:
     return "a PyTorch built for ROCm (AMD GPUs)" if getattr(version, "hip", None) else None
 
 
-# nvidia-ml-py's own structures run Python for each field that is read or set; these do not.
+# nvidia-ml-py's own structures run Python code for each access to a field; plain ctypes structures do not.
 class _Memory(Structure):
     """`nvmlMemory_v2_t` of nvml.h."""
 
@@ -168,15 +168,15 @@ _RECENT = 5.0
 _ROOM, _MOST_ROOM = 32, 1 << 16
 """Capacity of the process list: initial and maximal."""
 _FIGURES, _ENTRY = Struct("@I4Q"), Struct("@IQII")
-"""Read `_Memory` and `_Process` in one step: one field of a ctypes structure costs as much as all of them."""
+"""Unpack all fields of `_Memory` and `_Process` in one call, which takes no longer than reading one ctypes field."""
 _Room: Any = c_char * (_ROOM * _ENTRY.size)
 
 
 class _Ready(NamedTuple):
-    """The result of `Nvml._prepare`. `listed` is None where NVML lacks the function.
+    """The result of `Nvml._prepare`. `listed` is None if NVML lacks the function.
 
-    `figures` and `lists` are output buffers for NVML, with pointers to them and NVML's last answer with its decoded
-    value. A caller takes a buffer out of the list while it uses it.
+    `figures` and `lists` contain output buffers for NVML, with pointers to them; `lists` also NVML's last output and
+    its decoded value. A caller removes a buffer from the list while using it.
     """
 
     n: Any
@@ -193,9 +193,9 @@ _all: weakref.WeakSet[Nvml] = weakref.WeakSet()
 
 
 def forget_prepared() -> None:
-    """Called when this process leaves its GPUs: the next readings go through `Nvml._call`, which then refuses them.
+    """Called when this process is suspended: the next readings go through `Nvml._call`, which raises Suspended.
 
-    A prepared reading does not check whether the process is suspended.
+    A prepared reading does not check for a suspension.
     """
     for one in list(_all):
         one.forget_prepared()
@@ -205,14 +205,17 @@ class _PerThread(threading.local):
     """Per-thread state."""
 
     calls = 0
-    """pynvml calls in progress on this thread, over all instances."""
+    """The number of pynvml calls in progress on this thread, by all `Nvml` objects."""
 
 
 _here = _PerThread()
 
 
 def _may_call(n: Any) -> bool:
-    """True if this thread may call pynvml. False if it interrupted a call that holds pynvml's process-wide lock."""
+    """True if this thread may call pynvml. False if the call would deadlock on pynvml's process-wide lock.
+
+    A signal handler or finalizer may have interrupted a call of this thread that holds the lock.
+    """
     lock = getattr(n, "libLoadLock", None)
     if not _here.calls or lock is None:
         return True
@@ -242,7 +245,7 @@ class Nvml:
         self._ready: dict[str, _Ready] = {}
         """The results of `_prepare` by UUID: they reduce a reading to little more than one NVML call."""
         self._bytes_trusted = True
-        self._here = threading.local()  # `doing`: what this thread reads, for an error's text
+        self._here = threading.local()  # `doing` names this thread's current reading in error messages
         _all.add(self)
 
     def devices(self) -> tuple[Device, ...]:
@@ -260,7 +263,7 @@ class Nvml:
     def memory(self, uuid: str) -> MemoryInfo:
         """nvmlDeviceGetMemoryInfo_v2; v1 (no `reserved`) on drivers that lack it. 8 µs on an H200."""
         ready = self._ready.get(uuid)
-        # Only while pynvml is unchanged since `_prepare`. The call skips pynvml's lock.
+        # The prepared call skips pynvml's lock. It is used only while pynvml is unchanged since `_prepare`.
         if ready is not None and self._pid == os.getpid() and getattr(ready.n, _FIND, None) is ready.find:
             try:
                 found, out = ready.figures.pop()
@@ -291,7 +294,7 @@ class Nvml:
         return reading
 
     def processes(self, uuid: str) -> Mapping[int, int | None]:
-        """Bytes of every compute process by PID; None if NVML reports no bytes, empty if it has no list (Jetson).
+        """Bytes of every compute process by PID; None if NVML reports no bytes, empty if NVML has no list (Jetson).
 
         40 µs on an H200 with the two calls of nvidia-ml-py.
         """
@@ -329,7 +332,7 @@ class Nvml:
     def utilisation(self, uuid: str) -> Mapping[int, int] | None:
         """The percentage of the last few seconds in which each process kept the GPU busy, by PID.
 
-        nvmlDeviceGetProcessUtilization. A process missing from it was idle. None if NVML fails, or sampled no process.
+        Reads `nvmlDeviceGetProcessUtilization`. Idle processes are missing. None if NVML fails, or sampled no process.
         """
         return self._call("utilisation of", self._utilisation, uuid)
 
@@ -369,12 +372,11 @@ class Nvml:
         return self._call("MPS processes of", lambda n, uuid: self._mps(n, self._handle(n, uuid)), uuid)
 
     def vgpu(self, uuid: str) -> bool:
-        """True if the GPU is virtual: this machine is a guest with a part of a card. A card that is passed through
-        whole is not virtual."""
+        """True if the GPU is a vGPU of this virtual machine. A whole card that is passed through is not a vGPU."""
         return self._call("virtualization mode of", lambda n, uuid: self._vgpu(n, self._handle(n, uuid)), uuid)
 
     def used_since(self, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
-        """Whether a process has used the GPU since `stamp`, and NVML's newest stamp; None if NVML fails.
+        """Returns whether a process has used the GPU since `stamp` (None if NVML fails), and NVML's newest stamp.
 
         A stamp is NVML's time in microseconds, returned by an earlier call; 0 covers the few seconds that NVML
         remembers. Work of much less than a percent of a sampling period (a sixth of a second to one second) may not be
@@ -385,7 +387,7 @@ class Nvml:
     def close(self) -> None:
         """Shut NVML down (nvmlShutdown). The next call initialises it again."""
         with self._lock:
-            pid, self._pid = self._pid, None  # before the shutdown: NVML counts initialisations
+            pid, self._pid = self._pid, None  # first: a second nvmlShutdown would affect other users of NVML
             # While the process is suspended, NVML would block until the resume.
             if pid == os.getpid() and not self._restarting and suspension.now is None:
                 import pynvml
@@ -408,7 +410,7 @@ class Nvml:
         """Run `work` on the GPU. `what` names the reading in an error's text."""
         if suspension.now is not None:  # NVML would block until the process is resumed
             raise suspension.refused("NVML")
-        n = self._pynvml()  # outside the timing: the import may read a slow disk
+        n = self._pynvml()  # not timed: the import may read a slow disk
         here = _here
         if here.calls and not _may_call(n):
             raise DeviceError(_WITHIN)
@@ -418,10 +420,10 @@ class Nvml:
             if self._pid == os.getpid():  # without memguard's lock: NVML itself is thread-safe
                 try:
                     return self._read(n, what, work, uuid)
-                except n.NVMLError_Uninitialized:  # other code in this process shut it down
+                except n.NVMLError_Uninitialized:  # other code in this process shut NVML down
                     pass
             with self._lock:
-                started = time.monotonic()  # after waiting for the lock
+                started = time.monotonic()  # the wait for the lock is not timed
                 return self._initialise_and_read(n, what, work, uuid)
         finally:
             here.calls -= 1
@@ -448,7 +450,7 @@ class Nvml:
                 self._start(n)
             try:
                 return self._read(n, what, work, uuid)
-            except n.NVMLError_Uninitialized:  # other code in this process shut it down
+            except n.NVMLError_Uninitialized:  # other code in this process shut NVML down
                 self._start(n)
             return self._read(n, what, work, uuid)
         except (n.NVMLError, n.NVMLLibraryMismatchError) as error:
@@ -500,12 +502,12 @@ class Nvml:
             except BaseException:
                 self._shut_down(n)
                 raise
-            self._pid = os.getpid()  # last, so that after a failure the next call starts from the beginning
+            self._pid = os.getpid()  # last, so that after a failure the next call initialises NVML again
         finally:
             self._restarting = False
 
     def _probe(self, n: Any) -> None:
-        handles: dict[str, Any] = {}  # assigned only when complete, as other threads read it
+        handles: dict[str, Any] = {}  # assigned to `self` only when complete, because other threads read it
         refused: dict[int, Advice] = {}
         indices = dict(self._indices)
         for index in range(n.nvmlDeviceGetCount()):
@@ -544,7 +546,7 @@ class Nvml:
             except n.NVMLError_NoPermission:
                 if not self._mig(n, handle):
                     raise
-                self._refused[self._indices[uuid]] = mig_advice(name, uuid)  # only root may read the whole GPU's memory
+                self._refused[self._indices[uuid]] = mig_advice(name, uuid)  # with MIG, only root may read it
                 continue
             except n.NVMLError_NotSupported:
                 info = MemoryInfo(0, None, None, 0)
@@ -561,7 +563,7 @@ class Nvml:
                 self._v2[uuid] = True
                 return self._checked(n, uuid, info.total, info.reserved, info.used, info.free)
             except (n.NVMLError_FunctionNotFound, n.NVMLError_NotSupported, n.NVMLLibraryMismatchError):
-                if uuid in self._v2:  # v2 worked before, and the plan uses its figures, which v1's do not match
+                if uuid in self._v2:  # v2 worked before, and v1's figures would not match the plan's
                     raise
                 self._v2[uuid] = False
         info = n.nvmlDeviceGetMemoryInfo(handle)
@@ -582,7 +584,8 @@ class Nvml:
         return MemoryInfo(total, reserved, used, free)
 
     def _processes(self, n: Any, uuid: str, code: int = 0, room: int = _ROOM) -> dict[int, int | None]:
-        """`code`: the result of an earlier NVML call. If the list was too small, NVML is called again with `room`."""
+        """`code`: the result of an earlier NVML call. If the list was too small, calls NVML again for `room`
+        processes."""
         try:
             if code not in (n.NVML_SUCCESS, n.NVML_ERROR_INSUFFICIENT_SIZE):
                 raise n.NVMLError(code)
@@ -606,7 +609,7 @@ class Nvml:
         return found or None
 
     def _summed(self, uuid: str, processes: Iterable[tuple[Any, ...]]) -> dict[int, int | None]:
-        """The bytes by PID, summed, as NVML may list a PID more than once. An entry begins with PID and bytes."""
+        """The sum of bytes by PID, because NVML may list a PID more than once. An entry begins with PID and bytes."""
         found: dict[int, int | None] = {}
         total, trusted = self._totals.get(uuid, MAX_SIZE), self._bytes_trusted
         for entry in processes:
@@ -622,7 +625,7 @@ class Nvml:
     def _used_since(self, n: Any, uuid: str, pid: int, stamp: int) -> tuple[bool | None, int]:
         try:
             samples = n.nvmlDeviceGetProcessUtilization(self._handle(n, uuid), stamp)
-        except n.NVMLError_NotFound:  # no newer sample
+        except n.NVMLError_NotFound:  # no sample after `stamp`
             return False, stamp
         except (n.NVMLError_NotSupported, n.NVMLError_FunctionNotFound, n.NVMLError_NoPermission):
             return None, stamp
@@ -633,7 +636,7 @@ class Nvml:
         fresh = [
             sample
             for sample in samples
-            # Entries of ended processes may contain anything.
+            # Samples of ended processes may contain arbitrary values.
             if sample.timeStamp > stamp and max(_parts(sample)) <= 100
         ]
         used = any(sample.pid == pid and any(_parts(sample)) for sample in fresh)
@@ -675,7 +678,7 @@ def _parts(sample: Any) -> tuple[int, ...]:
 
 def _function(n: Any, name: str) -> Callable[..., int] | None:
     """NVML's function, found by nvidia-ml-py's lookup; None if nvidia-ml-py lacks the lookup.
-    NVMLError_FunctionNotFound if NVML lacks it."""
+    Raises NVMLError_FunctionNotFound if NVML lacks the function."""
     find = getattr(n, _FIND, None)
     return find(name) if find is not None else None
 
@@ -692,9 +695,10 @@ def _memory_v2(n: Any, handle: Any) -> Any:
 
 
 def _listed(n: Any, handle: Any, room: int = _ROOM) -> Sequence[Any]:
-    """The compute processes in one NVML call. nvidia-ml-py makes two: the first reads their number.
+    """The compute processes in one NVML call. nvidia-ml-py makes two calls: the first reads their number.
 
-    An unknown size is 2⁶⁴-1. Without the NVML function, or nvidia-ml-py's lookup, nvidia-ml-py's own function is used.
+    NVML reports unknown bytes as 2⁶⁴-1. If NVML lacks the function, or nvidia-ml-py the lookup, uses nvidia-ml-py's own
+    function.
     """
     try:
         call = _function(n, "nvmlDeviceGetComputeRunningProcesses_v3")

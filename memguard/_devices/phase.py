@@ -1,4 +1,4 @@
-"""The phases of a process that leaves its GPUs and returns, and the table of their transitions: pure."""
+"""The phases of a process's suspension and resume, and the table of their transitions: pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ class Phase(Enum):
     RUNNING = "running"
     """The process uses its GPUs."""
     LEAVING = "leaving"
-    """The gates close, and the driver moves its GPU memory to the host."""
+    """memguard blocks the frameworks' CUDA calls (closes its gates), and the driver moves GPU memory to the host."""
     OFF = "off"
-    """All GPU memory is in host memory. Also the phase if the driver did not report how the move ended: the gates stay
+    """The contents of all GPU memory are in host memory, or the driver did not report whether they are. The gates stay
     closed."""
     RETURNING = "returning"
-    """The process waits for free GPU memory, and the driver restores it."""
+    """The process waits until enough GPU memory is free, and the driver copies its contents back."""
     LOST = "lost"
-    """The driver has destroyed the process's GPU state. Only the end of the process frees the rest."""
+    """The driver has destroyed the process's GPU state. Its other memory is freed only when the process ends."""
 
 
 TRANSITIONS: Mapping[tuple[Phase, Phase], str] = {

@@ -1,10 +1,10 @@
 """Allocate blocks of a driver memory pool for frameworks without streams, under a cap if the pool itself has none.
 
-A block is usable on every stream as soon as it is allocated, as after `cuMemAlloc`. Its free follows all work of its
-context, as with `cuMemFree`. memguard allocates and frees on a stream of its own, on which no other stream waits. The
-pool may reuse a block that another framework freed on its own stream; the driver then makes memguard's stream wait for
-that stream's work. So an allocation synchronises the host with memguard's stream, which has no other work. A free is
-queued behind an event of the whole context (`cuCtxRecordEvent`).
+A block is usable on every stream as soon as it is allocated, as after `cuMemAlloc`. The free takes effect after all
+work of the context, as with `cuMemFree`. memguard allocates and frees on a stream of its own, for which no other stream
+waits. The pool may reuse a block that another framework freed on its own stream; the driver then makes memguard's
+stream wait for that stream's work. So an allocation synchronises the host with memguard's stream, which has no other
+work. A free is queued behind an event of the whole context (`cuCtxRecordEvent`).
 
 The driver cannot cap the device's default pool, so its allocators check `PoolCap` before each request. Another thread
 may allocate between the check and the allocation. So each request is registered as a claim before the check, and counts
@@ -40,8 +40,8 @@ _PAUSE = 0.0005
 class PoolBlock:
     """Owns a block of a pool: frees it once, by `give` or when this object dies.
 
-    So an interruption at any point leaks no block. `address` is 0 before the allocation. `answers` contains the
-    driver's result of the free.
+    So an interruption at any point leaks no block. `address` is 0 before the allocation. `answers` is empty before the
+    free, and then contains the driver's result.
     """
 
     address = 0
@@ -53,7 +53,7 @@ class PoolBlock:
 
     @property
     def there(self) -> bool:
-        """Whether the block is allocated and not freed yet."""
+        """True if the block is allocated and not freed yet."""
         return self.address != 0 and not self.answers
 
     def give(self) -> None:
@@ -66,7 +66,8 @@ class PoolBlock:
 
 
 class PoolBlocks:
-    """The blocks that one framework allocated from a GPU's pool. Any thread, also within finalizers: takes no lock."""
+    """The blocks that one framework allocated from a GPU's pool. Callable on any thread and in finalizers: takes no
+    lock."""
 
     def __init__(self, pool: CappedPool | DefaultPool, ordinal: int, context: int, cap: PoolCap | None = None) -> None:
         """`context` is the handle of the GPU's primary context, `cap` the cap of a pool that the driver cannot cap."""
@@ -109,7 +110,7 @@ class PoolBlocks:
         return held
 
     def give(self, held: PoolBlock) -> None:
-        """Free a block. A block that cannot be freed during a CUDA graph capture is freed with the next one."""
+        """Free a block. A block that cannot be freed during a CUDA graph capture is freed with the next block."""
         self._waiting.append(held)
         self._settle()
 
@@ -121,9 +122,9 @@ class PoolBlocks:
                 contexts.driver().cuStreamSynchronize(_streams[self.context])
 
     def _settle(self) -> None:
-        # While the process is off its GPUs, frees are deferred: the next allocation or free carries them out.
+        # While the process is suspended, frees are deferred: the next allocation or free after the resume runs them.
         cuda = contexts.loaded() if suspension.now is None else None
-        while self._waiting and cuda is not None:  # None in a forked child, which cannot use CUDA
+        while self._waiting and cuda is not None:  # `cuda` is None in a forked child, which cannot use CUDA
             try:
                 held = self._waiting.popleft()
             except IndexError:  # another thread took the last one
@@ -164,7 +165,7 @@ def forget(context: int) -> None:
 
 
 class Claim:
-    """Bytes that a thread is about to allocate. They count until `end`, or until this object dies.
+    """Bytes that a thread is about to allocate. `PoolCap` counts them as used until `end`, or until this object dies.
 
     So an interruption leaks no claim.
     """
@@ -186,7 +187,7 @@ class Claim:
 
 
 class PoolCap:
-    """Limits a pool to `most` bytes in use, for allocators that call `take`. Any thread, also within finalizers.
+    """Limits a pool to `most` bytes in use, for allocators that call `take`. Callable on any thread and in finalizers.
 
     `used` reads the pool's bytes in use, including those of other allocators.
     """
@@ -200,7 +201,7 @@ class PoolCap:
         """Claim `size` bytes for an allocation; None if they exceed the cap. The caller ends the claim after the
         allocation."""
         claim = Claim(self._claims, size)
-        # The order matters: an allocation that another thread makes now is in one of the two figures, or in both.
+        # In this order, an allocation that another thread makes meanwhile is in at least one of the two figures.
         claimed = sum(self._claims.values())
         used = self._used()
         if used + claimed <= self._most:
@@ -222,7 +223,7 @@ class PoolCap:
             if used + claimed <= self._most:
                 return claim
             claim.end()
-            mine = any(thread == here for thread, _ in list(self._claims))  # a finalizer interrupted that claim
+            mine = any(thread == here for thread, _ in list(self._claims))  # interrupted by this finalizer
             if used + size > self._most or mine or time.monotonic() >= until:
                 return None
             time.sleep(_PAUSE)

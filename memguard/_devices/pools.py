@@ -1,6 +1,6 @@
 """The driver's memory pools: one with a maximum size, and the device's default pool.
 
-The maximum size is the cap of torch's `cudaMallocAsync` backend, and of `strategy: pool`.
+memguard uses the maximum size as the cap of torch's `cudaMallocAsync` backend, and of the budget's `strategy: pool`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from memguard.errors import DeviceError
 _PINNED, _ON_DEVICE = 1, 1  # CU_MEM_ALLOCATION_TYPE_PINNED, CU_MEM_LOCATION_TYPE_DEVICE
 _RELEASE_THRESHOLD, _RESERVED, _RESERVED_PEAK, _USED = 4, 5, 6, 7  # CU_MEMPOOL_ATTR_…
 _NO_RELEASE = 2**64 - 1
-_FIRST_WITH_MAX_SIZE = 12020  # CUDA 12.2, as cuDriverGetVersion counts
+_FIRST_WITH_MAX_SIZE = 12020  # CUDA 12.2, as cuDriverGetVersion encodes it
 _POOLS_SUPPORTED = 115  # CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED
 
 
 class _Pool:
-    """A memory pool of one GPU. Raises DeviceError if CUDA is not initialised or refuses."""
+    """A memory pool of one GPU. Raises DeviceError if CUDA is not initialised or a call fails."""
 
     def __init__(self, ordinal: int) -> None:
         cuda = self._cuda = contexts.driver()
@@ -59,7 +59,7 @@ class _Pool:
         return self._attribute(_USED)
 
     def keep(self) -> int | None:
-        """Set the release threshold again if other code changed it. Returns the value found, None if unchanged."""
+        """Set the release threshold again if other code changed it. Returns that value, None if unchanged."""
         found = self._attribute(_RELEASE_THRESHOLD)
         if found == _NO_RELEASE:
             return None
@@ -71,7 +71,7 @@ class _Pool:
         return self._current() == self._pool
 
     def trim(self, keep: int = 0) -> None:
-        """Release unused memory to the driver, except what the pool needs to hold at least `keep` bytes."""
+        """Release unused memory to the driver, but let the pool hold at least `keep` bytes."""
         self._cuda.cuMemPoolTrimTo(self._pool, keep)
 
     def _set_threshold(self, size: int) -> None:
@@ -93,7 +93,7 @@ class _Pool:
 def trim_to(pool: int, keep: int) -> None:
     """Release unused memory of a pool, given by its handle, until it holds at most `keep` bytes.
 
-    Raises DeviceError if CUDA is not initialised or refuses.
+    Raises DeviceError if CUDA is not initialised or a call fails.
     """
     check("cuMemPoolTrimTo", contexts.driver().cuMemPoolTrimTo(pool, keep))
 
@@ -101,8 +101,8 @@ def trim_to(pool: int, keep: int) -> None:
 class CappedPool(_Pool):
     """A memory pool of at most `max_size` bytes, made the device's current one: `cudaMallocAsync` allocates from it.
 
-    Measured: PyTorch's async backend stops at exactly `maxSize` and raises its own OutOfMemoryError; its memory
-    fraction alone let the default pool hold 4 % more. Raises DeviceError if CUDA is not initialised or refuses.
+    Measured: PyTorch's async backend stops at exactly `maxSize` and raises its own OutOfMemoryError; PyTorch's memory
+    fraction alone let the default pool hold 4 % more. Raises DeviceError if CUDA is not initialised or a call fails.
     """
 
     def __init__(self, ordinal: int, max_size: int) -> None:
@@ -126,13 +126,13 @@ class CappedPool(_Pool):
             return
         if self._current() == self._pool:
             check("cuDeviceSetMemPool", self._cuda.cuDeviceSetMemPool(self._device, self._before))
-        self._destroyed = True  # first, so that an interruption cannot lead to a second destroy
+        self._destroyed = True  # set first, so that an interruption cannot lead to a second destroy
         self._cuda.cuMemPoolDestroy(self._pool)
 
 
 class DefaultPool(_Pool):
-    """Makes the device's default pool the current one. It has no maximum size. The release threshold is set to the
-    maximum, so that the pool keeps freed memory."""
+    """Makes the device's default pool the current one. The default pool has no maximum size. The release threshold is
+    set to the maximum, so that the pool keeps freed memory."""
 
     def __init__(self, ordinal: int) -> None:
         super().__init__(ordinal)

@@ -1,7 +1,7 @@
 """Reads /proc: processes' state, descendants, mappings, access rights and names, and the machine's memory. Detects WSL.
 
-Every reader takes the root of the file system, `/` except in tests. A file that cannot be read gives None: another
-user's, an ended process's, or a /proc that is not mounted.
+Every reader takes the root of the file system, `/` except in tests. A reader returns None if it
+cannot read the file: another user's process, an ended process, or a /proc that is not mounted.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ TOOLS = {
 }
 """Libraries that a profiler or debugger loads into the process it observes, by the beginning of the file's name."""
 _LONGEST = 60
-"""Characters of a command line: its beginning identifies the program."""
+"""Characters of a shortened command line, whose beginning identifies the program."""
 UNLISTED = "processes that are not listed here (another container, the driver)"
 _DRIVER_USES = GIB
-"""Bytes that the driver itself may use on each GPU. Fewer unlisted bytes than this belong to no process."""
+"""Bytes that the driver itself may use on each GPU. `unlisted` attributes fewer bytes to the driver."""
 
 
 class Stat(NamedTuple):
-    """`state`: T is stopped, t stopped by a debugger, Z ended. `start` is as in `Process`. `ran`: its CPU time in clock
-    ticks."""
+    """`state`: T is stopped, t stopped by a debugger, Z ended. `start`: clock ticks from the machine's start to the
+    process's. `ran`: CPU time in clock ticks."""
 
     name: str
     state: str
@@ -66,9 +66,9 @@ class Status(NamedTuple):
 class Maps(NamedTuple):
     """The CUDA mappings of a process.
 
-    `uvm` counts the mappings of /dev/nvidia-uvm; `gpu` has the places of all mappings of the driver's device files;
-    `driver` is the start address of libcuda; `tools` are the mapped `TOOLS`; `nccl` is true if the shared memory of an
-    NCCL communicator is mapped.
+    `uvm` counts the mappings of /dev/nvidia-uvm; `gpu` has the addresses of all mappings of the driver's device files;
+    `driver` is the start address of libcuda; `tools` names the mapped libraries of `TOOLS`; `nccl` is true if the
+    shared memory of an NCCL communicator is mapped.
     """
 
     uvm: int
@@ -97,7 +97,7 @@ def stat(root: str, pid: int) -> Stat | None:
 
 
 def parse_stat(content: str) -> Stat | None:
-    """`/proc/PID/stat`. The process's name is in parentheses and may itself contain parentheses."""
+    """Parse the text of `/proc/PID/stat`. The process's name is in parentheses and may itself contain parentheses."""
     head, _, tail = content.rpartition(")")
     fields = tail.split()
     parent, user, system, start = (_number(fields[place]) if len(fields) > place else None for place in (1, 11, 12, 19))
@@ -112,7 +112,7 @@ def status(root: str, pid: int) -> Status | None:
 
 
 def parse_status(content: str) -> Status:
-    """`/proc/PID/status`."""
+    """Parse the text of `/proc/PID/status`."""
     fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in content.splitlines())}
     users = tuple(number for field in fields.get("Uid", ()) if (number := _number(field)) is not None)
     tracer = next((_number(field) for field in fields.get("TracerPid", ())), None)
@@ -127,7 +127,7 @@ def maps(root: str, pid: int) -> Maps | None:
 
 
 def parse_maps(content: str) -> Maps:
-    """`/proc/PID/maps`. The name of a file removed since ends in ` (deleted)`."""
+    """Parse the text of `/proc/PID/maps`. The path of a removed file ends in ` (deleted)`."""
     uvm, gpu, driver, tools, nccl = 0, set[str](), None, dict[str, None](), False
     for line in content.splitlines():
         parts = line.split(None, 5)
@@ -181,7 +181,7 @@ def _below(pid: int, children: dict[int, list[int]], known: dict[int, Stat]) -> 
 
 
 def same_namespace(root: str, pid: int) -> bool | None:
-    """Whether both processes share a PID namespace: a container's PIDs differ from the host's."""
+    """Whether this process and `pid` share a PID namespace: a container's PIDs differ from the host's."""
     try:
         return os.readlink(path_of(root, pid, "ns/pid")) == os.readlink(os.path.join(root, "proc", "self", "ns", "pid"))
     except OSError:
@@ -229,7 +229,7 @@ def unlisted(processes: Mapping[int, int | None], used: int | None) -> int:
 
 
 def described(pid: int) -> str:
-    """`python train.py (PID 41, alice)`; parts that cannot be read are omitted."""
+    """Describe the process, as `python train.py (PID 41, alice)`. Omits values that cannot be read."""
     user = owner(pid)
     return f"{command(pid) or 'a process'} (PID {pid}{', ' + user if user else ''})"
 
@@ -272,7 +272,7 @@ def owner(pid: int) -> str:
 def available_memory(root: str = "/") -> int | None:
     """Bytes that the kernel can allocate without swapping, its reclaimable file cache included; None if unknown.
 
-    `MemAvailable` of /proc/meminfo. It is host-wide, in a container too.
+    `MemAvailable` of /proc/meminfo. The value is host-wide, even in a container.
     """
     return parse_meminfo(text(os.path.join(root, "proc/meminfo")) or "")
 
@@ -280,7 +280,7 @@ def available_memory(root: str = "/") -> int | None:
 def grantable_memory(root: str = "/") -> int | None:
     """Bytes that processes can still commit if the kernel forbids overcommit (`vm.overcommit_memory` is 2).
 
-    None if the kernel allows overcommit (0 or 1, the usual values), and if unknown.
+    Returns None if the kernel allows overcommit (0 or 1, the usual values), or if the setting is unknown.
     """
     if (text(os.path.join(root, "proc/sys/vm/overcommit_memory")) or "").strip() != "2":
         return None

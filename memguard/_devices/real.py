@@ -64,7 +64,7 @@ class RealHost:
 
     def _visible(self, all_of_them: tuple[Device, ...], ordinals: bool) -> tuple[Device, ...]:
         hidden, refused = os.environ.get("CUDA_VISIBLE_DEVICES"), self._nvml.refused
-        if cuda_order.hides_all(hidden) and not contexts.initialised():  # CUDA reads it at initialisation only
+        if cuda_order.hides_all(hidden) and not contexts.initialised():  # CUDA reads it only when it initialises
             raise DeviceError(_shows_none(hidden, len(all_of_them)), missing=True)
         alone = len(all_of_them) == 1 and not refused
         silent = next((device for device in all_of_them if device.unified), None)
@@ -84,11 +84,11 @@ class RealHost:
                 )
             return (replace(all_of_them[0], ordinal=0),) if alone else all_of_them
         if not visible:
-            # With the variable unset, something else prevents CUDA from using an existing GPU.
+            # With the variable unset, CUDA fails to use an existing GPU, which is not a missing GPU.
             raise DeviceError(_shows_none(hidden, len(all_of_them)), missing=hidden is not None)
         by_uuid = {device.uuid: device for device in all_of_them}
         for gpu in visible:
-            if gpu.uuid not in by_uuid:  # a MIG instance, or a GPU missing from NVML's list: it would have no cap
+            if gpu.uuid not in by_uuid:  # a MIG instance, or a GPU that NVML omits: memguard cannot cap it
                 parted = (mig_advice(device.name, device.uuid) for device in all_of_them if self._nvml.mig(device.uuid))
                 unlisted = Advice(f"CUDA shows {gpu.uuid}, and NVML does not", "compare with `nvidia-smi -L`")
                 raise DeviceError(next(parted, refused[0] if refused else unlisted))

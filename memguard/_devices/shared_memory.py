@@ -2,9 +2,9 @@
 
 All calls go through the loaded libcuda.
 
-Measured on an H200: the driver allocates in pieces of 2 MiB, and mapping one takes 250 us; a process that maps a handle
-of either kind keeps the memory, even after the exporting process has ended. An IPC handle opens the driver's whole
-block, including other arrays in it.
+Measured on an H200: the driver allocates multiples of 2 MiB, and mapping an allocation takes 250 us; a process that
+maps a handle of either kind keeps the memory, even after the exporting process has ended. An IPC handle opens the
+driver's whole block, including other arrays in it.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PAGE = 2 * MIB
 """Bytes. The driver's page size. Blocks of more than 1 MiB begin and end at a multiple of it; smaller blocks share a
 page."""
 _retained: dict[int, int] = {}
-"""The primary contexts retained here for mapped memory. memguard never releases them, as frameworks never release
-theirs."""
+"""The primary contexts retained here for mapped memory. memguard never releases them, as frameworks never release the
+primary contexts that they retain."""
 
 
 class NoRoom(DeviceError):
-    """The GPU has no room for a copy of `nbytes`; `free` is its free bytes, None if unknown."""
+    """The GPU has too little free memory for a copy of `nbytes`. `free` is its free bytes, None if unknown."""
 
     def __init__(self, nbytes: int, free: int | None) -> None:
         self.nbytes, self.free = nbytes, free
@@ -115,7 +115,7 @@ def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = Non
 def block_handle(address: int, context: int | None, ordinal: int) -> tuple[int, int, bytes | None]:
     """Start and bytes of the driver's block at an address, and its IPC handle; None if the driver has no handle.
 
-    Blocks of a pool (`cuMemAllocAsync`) and pieces of `cuMemCreate` have none (measured).
+    Blocks of a pool (`cuMemAllocAsync`) and memory of `cuMemCreate` have none (measured).
     """
     cuda, handle = _driver(), CUipcMemHandle()
     with contexts.entered(context or contexts.primary(ordinal) or 0):
@@ -125,7 +125,8 @@ def block_handle(address: int, context: int | None, ordinal: int) -> tuple[int, 
 
 
 def map_file(ordinal: int, fd: int, size: int) -> Mapping:
-    """Map all `size` bytes of memory behind another process's `fd`. The caller keeps and closes `fd`."""
+    """Map all `size` bytes of the memory to which `fd`, from another process, refers. The caller keeps and closes
+    `fd`."""
     with _present(ordinal) as cuda, contextlib.ExitStack() as undo:
         handle = c_uint64()
         check("cuMemImportFromShareableHandle", cuda.cuMemImportFromShareableHandle(handle, fd, _FILE))
@@ -203,7 +204,8 @@ def _present(ordinal: int) -> Iterator[DriverAPI]:
 
 
 def _initialise() -> None:
-    """Run `cuInit` if needed: the only place that does so in a user's process, which requested it by attaching."""
+    """Run `cuInit` if needed. In a user's process memguard does so only here, because attaching memory requires
+    CUDA."""
     if contexts.loaded() is not None:
         return
     try:

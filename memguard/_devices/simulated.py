@@ -19,7 +19,7 @@ CONTEXT = 518 * MIB
 """Bytes of the primary CUDA context, allocated once per process and device. Measured: 518 MiB with PyCUDA on an
 H200."""
 PID = (1 << 22) + 1
-"""The simulated process: one above the largest PID of Linux, so that no real process has it."""
+"""The PID of the simulated process: one above the largest PID of Linux, so that no real process has it."""
 
 
 class SimulatedOutOfMemory(RuntimeError):
@@ -79,7 +79,7 @@ class SimulatedHost:
         kinds = [kind for name in names for kind in (catalog.models(name) if isinstance(name, str) else (name,))]
         # Re-entrant: a signal handler or a finalizer may interrupt a call.
         self.lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
-        """One lock for the machine and its simulated frameworks: a signal handler could take two locks in any order."""
+        """One lock for the machine and its simulated frameworks: two locks could deadlock in a signal handler."""
         self._states: dict[str, _State] = {}
         for index, kind in enumerate(kinds):
             uuid = f"GPU-00000000-0000-4000-8000-{index:012x}"
@@ -101,7 +101,8 @@ class SimulatedHost:
         return self._devices
 
     def memory(self, device: Device) -> MemoryInfo:
-        """The figures of NVML v2: total = reserved + used + free, to the byte. NVML reports no unified memory."""
+        """The figures of NVML v2: total = reserved + used + free, to the byte. For unified memory NVML reports no
+        figures."""
         with self.lock:
             state = self._state(device)
             used, true = state.used, state.device
@@ -138,7 +139,7 @@ class SimulatedHost:
         return frozenset(self._entries.items())
 
     def enter(self, *libraries: str) -> None:
-        """Run the entry functions of these `ENTRY_POINTS` on a thread of this process."""
+        """Simulate a thread of this process that runs the entry functions of these `ENTRY_POINTS`."""
         with self.lock:
             self._entries = {name: self._entries.get(name, 0) + (name in libraries) for name in ENTRY_POINTS}
 
@@ -157,7 +158,7 @@ class SimulatedHost:
             state.note_peak()
 
     def give(self, device: Device, nbytes: int) -> None:
-        """Free driver memory of this process. Raises ValueError for more bytes than it holds."""
+        """Free driver memory of this process. Raises ValueError for more bytes than this process holds."""
         with self.lock:
             state = self._state(device)
             if not 0 <= nbytes <= state.taken:
@@ -176,7 +177,7 @@ class SimulatedHost:
             return True
 
     def occupy(self, device: Device, pid: int, nbytes: int) -> None:
-        """Set the bytes of another process to `nbytes` in all; 0 if it has ended."""
+        """Set the total bytes of another process; 0 removes the process."""
         if pid == PID:
             raise ValueError("occupy is for other processes; this one uses take and give")
         with self.lock:

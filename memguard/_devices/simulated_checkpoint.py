@@ -1,6 +1,7 @@
 """Simulated checkpoints of processes, which return what an H200 with driver 580.159 returned, call by call.
 
-For simulated guards, and for tests that make calls fail or hang, or kill the helper.
+Used by guards of simulated GPUs (a guard applies a budget), and by tests that make calls fail or hang, or kill the
+helper.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from memguard._devices.checkpoint import State
 
 
 class Fault(NamedTuple):
-    """The fault of one call.
+    """A fault to simulate in one call.
 
     code   the call returns `code` and does nothing; a restore that returns 1 or 2 has destroyed the process
-    hang   the call does not return in time (HelperHangs); `done`: the operation ends by itself in the target
+    hang   the call does not return in time (HelperHangs); `done`: the driver completes the operation nevertheless
     die    the helper is killed (HelperDied); `done` as for `hang`
     """
 
@@ -70,7 +71,7 @@ class SimulatedCheckpoint:
         self.others: dict[str, int] = dict.fromkeys(cards, 0)
         """Bytes of processes that cannot be suspended."""
         self.held: dict[str, int] = dict.fromkeys(cards, 0)
-        """Bytes that a memory placeholder holds."""
+        """Bytes that the helper's `MemoryPlaceholder` holds."""
         self.faults: dict[str, deque[Fault]] = {}
         self._lock = threading.RLock()
 

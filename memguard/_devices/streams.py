@@ -1,8 +1,8 @@
 """Order between streams, by CUDA events: later work of one stream waits for earlier work of another.
 
 Measured on an H200: `cuCtxRecordEvent` covers non-blocking streams, which an event on the legacy default stream does
-not. It and `cuCtxSynchronize` break a CUDA graph capture of any thread in the context, so callers pass the stream if
-they know it; recording on a stream that is not captured breaks no capture. A stream with all work done
+not. `cuCtxRecordEvent` and `cuCtxSynchronize` break a CUDA graph capture of any thread in the context, so callers pass
+the stream if they know it; recording on a stream that is not captured breaks no capture. A stream with all work done
 (`cuStreamQuery`) needs no event.
 """
 
@@ -23,11 +23,11 @@ _CAPTURED = (900, 901, _IMPLICIT)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, _INV
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CONTEXT, _ORDINAL = 1, 9  # CU_POINTER_ATTRIBUTE_CONTEXT, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
 PER_THREAD = _NAMED = 2
-"""CU_STREAM_PER_THREAD. Handles up to this one name a default stream of the current context."""
+"""CU_STREAM_PER_THREAD. Handles 0 to 2 name a default stream of the current context."""
 LEGACY = 1
 """CU_STREAM_LEGACY: DLPack's and the CUDA array interface's handle of the default stream."""
 _idle: dict[int, list[int]] = {}
-"""Free events of each primary context, for reuse: creating an event costs as much as recording it."""
+"""Unused events of each primary context, for reuse: creating an event costs as much as recording it."""
 
 
 class Captured(DeviceError):
@@ -49,7 +49,7 @@ class Mark:
     """A CUDA event recorded after all work queued so far on `stream` of the GPU `ordinal`; without a stream, on the
     whole context.
 
-    `context` is the context's handle if it is not the GPU's primary one. Raises DeviceError if CUDA refuses.
+    `context` is the context's handle if it is not the GPU's primary one. Raises DeviceError if a CUDA call fails.
     """
 
     __slots__ = ("_cuda", "_event", "_of", "_primary")
@@ -61,7 +61,7 @@ class Mark:
         if not self._of:
             return  # no context, so no work on the GPU
         with contexts.entered(self._of):
-            if stream is None and not hasattr(cuda, "cuCtxRecordEvent"):  # a driver before 12.5
+            if stream is None and not hasattr(cuda, "cuCtxRecordEvent"):  # a driver before CUDA 12.5
                 _check("cuCtxSynchronize", cuda.cuCtxSynchronize())
                 return
             event = self._event = _event(cuda, self._of)
@@ -92,7 +92,7 @@ class Mark:
 
     def _over(self) -> bool:
         event = self._event
-        if not event:  # a signal handler closed it during the wait
+        if not event:  # a signal handler closed the event during the wait
             return True
         code = self._cuda.cuEventQuery(event)
         if code != _NOT_READY:
@@ -111,7 +111,7 @@ class Mark:
         event, self._event = self._event, 0
         if event and self._of == self._primary:
             _idle.setdefault(self._of, []).append(event)
-        elif event:  # a context that is not primary may end, which destroys its events
+        elif event:  # events of other contexts are not reused: the context may end and destroy them
             self._cuda.cuEventDestroy_v2(event)
 
     def __enter__(self) -> Mark:
@@ -126,10 +126,10 @@ class Mark:
 def follow(ordinal: int, first: int | None, then: int | None, context: int | None = None) -> None:
     """Make later work of stream `then` (None: the host) run after the work of `first` (None: the whole context).
 
-    Does nothing if both are the same stream, or if the work of `first` is done. Raises DeviceError if CUDA refuses,
-    Captured if the call would break a capture.
+    Does nothing if both are the same stream, or if the work of `first` is done. Raises DeviceError if a CUDA call
+    fails, Captured if the call would break a capture.
     """
-    if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # 0 and 1 are the same stream
+    if first is not None and then is not None and (first or LEGACY) == (then or LEGACY):  # handle 0 equals LEGACY
         return
     found = quick_idle(ordinal, first, then) if context is None else None
     if found:
@@ -150,7 +150,7 @@ def follow_default(ordinal: int, then: int, context: int | None = None) -> None:
     """Make later work of stream `then` run after the work of the legacy default stream and of all blocking streams.
 
     Records an event on the default stream, which waits for all blocking streams (documented). CUDA does not document
-    that `cuStreamQuery` of the default stream includes them. Raises as `follow` does.
+    that `cuStreamQuery` of the default stream covers blocking streams. Raises as `follow` does.
     """
     if (then or LEGACY) == LEGACY:
         return
@@ -164,11 +164,11 @@ def follow_default(ordinal: int, then: int, context: int | None = None) -> None:
 
 
 def quick_idle(ordinal: int, stream: int | None, other: int | None, inside: bool = False) -> bool | None:
-    """Whether a stream of the GPU's primary context has all work done; without a stream, the whole context.
+    """True if all work of a stream of the GPU's primary context is done; without a stream, of the whole context.
 
     None if callers must use the slower calls below: the stream or `other` may be capturing a CUDA graph, or there is no
-    context. Every hand-over calls this, so it is inlined: it looks up the current context once, and reads nothing
-    twice. `inside`: the context is current. Never waits. Raises DeviceError if CUDA refuses.
+    context. Every hand-over calls this function, so it contains the code of the slower calls, without their repeated
+    look-ups. `inside`: the primary context is current. Never waits. Raises DeviceError if a CUDA call fails.
     """
     cuda, context = contexts.driver(), contexts.primary(ordinal)
     if not context:
@@ -208,7 +208,7 @@ def quick_idle(ordinal: int, stream: int | None, other: int | None, inside: bool
             if mode.value != _RELAXED:
                 cuda.cuThreadExchangeStreamCaptureMode(mode)
     if code and code != _NOT_READY:
-        if event:  # unusable after the failed call
+        if event:  # a failed call leaves the event unusable
             cuda.cuEventDestroy_v2(event)
             _idle.pop(context, None)
         _check(call, code)
@@ -221,8 +221,8 @@ def capturing(ordinal: int, stream: int) -> bool:
     """Whether the stream is capturing a CUDA graph. The query breaks no capture.
 
     CUDA never captures the legacy default stream. Raises Captured if even a query of the default stream is forbidden: a
-    stream that it waits for is capturing, and any use of the default stream would break that capture (documented for
-    `cuStreamIsCapturing`).
+    stream for which the default stream waits is capturing, and any use of the default stream would break that capture
+    (documented for `cuStreamIsCapturing`).
     """
     status = c_int()
     if stream > _NAMED:
@@ -263,7 +263,7 @@ def awaits_capture(context: int) -> bool:
 
 
 def blocking(stream: int) -> bool:
-    """Whether the legacy default stream waits for the work of a stream of its context, given by its handle."""
+    """True if `stream` is a blocking stream, so that its context's legacy default stream waits for its work."""
     cuda, flags = contexts.loaded(), c_uint()
     if cuda is None or not hasattr(cuda, "cuStreamGetFlags") or cuda.cuStreamGetFlags(stream, flags):
         return False
@@ -276,10 +276,10 @@ def forget(context: int) -> None:
 
 
 def place(address: int) -> tuple[int, int | None] | None:
-    """The ordinal of an address's GPU, and the context of its allocation (None: without a context).
+    """The ordinal of the GPU of `address`, and the context of the allocation (None: allocated without a context).
 
-    None for memory unknown to CUDA, which is host memory. `cuPointerGetAttribute`, 1 us a call; a known primary context
-    saves the second call.
+    Returns None for memory that CUDA does not know, which is host memory. Calls `cuPointerGetAttribute` (1 us) twice,
+    or once if the primary context is cached.
     """
     cuda, context = contexts.loaded(), c_void_p()
     if cuda is not None and not cuda.cuPointerGetAttribute(context, _CONTEXT, address):
@@ -293,7 +293,7 @@ def place(address: int) -> tuple[int, int | None] | None:
 
 
 def _event(cuda: libcuda.DriverAPI, context: int) -> int:
-    """An event of the current context `context`."""
+    """A reused or new event of `context`, which must be current."""
     try:
         return _idle[context].pop()
     except (KeyError, IndexError):

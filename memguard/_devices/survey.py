@@ -1,8 +1,8 @@
 """Reads the driver's state for the doctor, in a process of its own.
 
-A broken driver's libraries may crash or hang that process. `survey` reports each part as soon as it is read, with the
-fields of `memguard._tools.doctor.facts.Driver`. Unlike the rest of this room it initialises CUDA, and reports failures
-as results.
+A broken driver's libraries may crash or hang that process. `survey` reports each reading immediately, with the fields
+of `memguard._tools.doctor.facts.Driver`. Unlike the other modules of `_devices` it initialises CUDA, and reports
+failures as results.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SWAPPED = ((535, 43), (535, 85))
 
 
 def main(fd: int, without: Iterable[int] = ()) -> None:
-    """Write a line of JSON for each part to the pipe `fd`. `without`: PIDs of the doctor itself, which it omits."""
+    """Write a line of JSON for each reading to the pipe `fd`. Omits the PIDs in `without`, the doctor's own."""
     with os.fdopen(fd, "w", encoding="utf-8", buffering=1) as pipe:
         survey(lambda part: print(json.dumps(part), file=pipe, flush=True), frozenset(without))
 
@@ -71,7 +71,7 @@ def _read(folder: str, name: str) -> str:
 
 
 def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
-    """Tests by opening whether each device file can be opened, because no file shows a container's device rules."""
+    """Open each device file to test its access, because no file shows a container's device rules."""
     found = {}
     for path in sorted(path for pattern in patterns for path in glob.glob(pattern)):
         try:
@@ -155,8 +155,8 @@ def _memory(n: Any, unavailable: tuple[type[Exception], ...], handle: Any) -> di
 
 
 def driver() -> Iterator[dict[str, Any]]:
-    """libcuda's state, with the fields of `memguard._tools.doctor.facts.Cuda`. Yields it after each step, because the
-    next step may hang."""
+    """libcuda's state, with the fields of `memguard._tools.doctor.facts.Cuda`. Yields the state after each step,
+    because the next step may hang."""
     found: dict[str, Any] = {"candidates": candidates(os.environ.get("LD_LIBRARY_PATH", ""), _cache())}
     try:
         cuda = libcuda.load()

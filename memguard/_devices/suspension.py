@@ -1,4 +1,4 @@
-"""The suspension state of this process. Every layer checks it before a call to CUDA or NVML.
+"""The suspension state of this process. Every layer checks this state before a call to CUDA or NVML.
 
 While a process is suspended, NVML's calls and CUDA's allocations block, and a synchronize or an event query crashes the
 process (SIGSEGV; driver 580.159, H200). So memguard must call neither CUDA nor NVML then. `_node.suspend` changes this
@@ -23,7 +23,7 @@ from memguard.errors import Suspended
 
 @dataclass(frozen=True)
 class Off:
-    """The process left its GPUs at `since` (Unix time), with `bytes` from each GPU (UUID)."""
+    """The state while suspended: since `since` (Unix time), with `bytes` moved from each GPU (UUID) to the host."""
 
     bytes: dict[str, int]
     since: float
@@ -32,30 +32,31 @@ class Off:
 
     @property
     def moving(self) -> bool:
-        """True while the process is leaving its GPUs or returning to them."""
+        """True while a suspension or a resume is in progress."""
         return self.phase not in SETTLED
 
     def __str__(self) -> str:
-        """`suspended, 12.3 GiB in host memory`."""
+        """The text for messages, such as `suspended, 12.3 GiB in host memory`."""
         if self.phase is Phase.LOST:
             return "lost: the driver has destroyed what it had on its GPUs"
         return f"suspended, {self.text_of_bytes} in host memory" if self.bytes else "suspended"
 
     @property
     def text_of_bytes(self) -> str:
-        """`12.3 GiB`, the sum over all GPUs."""
+        """The bytes of all GPUs as text, such as `12.3 GiB`."""
         return format_size(sum(self.bytes.values()))
 
 
 LOST_FIX = "end it and start it again"
-"""The fix of every message about a process in the phase LOST."""
+"""The fix in every message about a process in the phase LOST."""
 now: Off | None = None
-"""None in the phase RUNNING: until the first gate closes, and from before the first one opens. `enter` changes it with
-one assignment: readers take no lock."""
+"""None in the phase RUNNING. `enter` sets it before memguard blocks CUDA calls, and clears it before memguard permits
+them again, with one assignment, so that readers take no lock."""
 forbidden: dict[str, tuple[int, str, str]] = {}
-"""Work that forbids a suspension, by kind: the PID, the reason, and the fix.
+"""Operations in progress that forbid a suspension, by kind: the PID, the reason, and the fix.
 
-The work adds its entry at its beginning and removes it at its end. A forked child does not continue it.
+An operation adds its entry when it begins and removes it when it ends. The PID excludes entries that a forked child
+inherited.
 """
 _deferred: deque[Callable[[], object]] = deque()
 """Driver calls that destructors deferred."""
@@ -88,12 +89,12 @@ def enter(new: Phase, sizes: dict[str, int] | None = None) -> None:
 
 
 def refused(what: str) -> Suspended:
-    """The error of a call that needs the GPUs while the process is off them. `what` names the call."""
+    """Create the error of a call that needs the GPUs while the process is suspended. `what` names the call."""
     return Suspended(off_its_gpus(what))
 
 
 def off_its_gpus(what: str = "") -> Advice:
-    """The text of that error. Without `what`: the text for an attempt to suspend twice."""
+    """The text of the error that `refused` creates. Without `what`: of the error for a second suspension."""
     head = f"{what}: this process is" if what else "this process is already"
     off = now
     since = "" if off is None else f" since {time.strftime('%H:%M:%S', time.localtime(off.since))}"
@@ -107,18 +108,18 @@ def off_its_gpus(what: str = "") -> Advice:
 
 
 def check(what: str) -> None:
-    """Raise Suspended if this process is off its GPUs."""
+    """Raise Suspended if this process is suspended."""
     if now is not None:
         raise refused(what)
 
 
 def defer(call: Callable[[], object]) -> None:
-    """Defer a call until the process is resumed. For destructors, on any thread at any moment: it takes no lock."""
+    """Defer a call until the process is resumed. Takes no lock, so that destructors may call it on any thread."""
     _deferred.append(call)
 
 
 def run_deferred() -> None:
-    """Carry out the deferred calls. The process is back on its GPUs."""
+    """Run the deferred calls, after a resume."""
     while _deferred:
         try:
             call = _deferred.popleft()

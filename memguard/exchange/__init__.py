@@ -5,7 +5,8 @@
     handle = memguard.exchange.export(x)           # pass str(handle), or the pickled handle, to the other process
     y = memguard.exchange.attach(handle, "cupy")   # in the other process
 
-It needs no budget. With one, the ledger reports the bytes shared between each two frameworks. Guide: docs/exchange.md.
+Works without a budget. In a session with a budget, the ledger reports the bytes that two frameworks share. Guide:
+docs/exchange.md.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from memguard._frameworks.arrays.base import Arrays
 from memguard._frameworks.specs import SPECS
 
 _MOST = 1 << 16
-"""No process has this many GPUs."""
+"""Exclusive upper limit of CUDA ordinals."""
 
 
 def is_ordinal(device: Any) -> bool:
@@ -38,7 +38,7 @@ def check(copy: Any, device: Any, consumer: Arrays) -> None:
 
 
 def stream_handle(stream: Any, consumer: Arrays) -> int | None:
-    """The handle of a stream object of any library. Raises ValueError if it is no stream."""
+    """The CUDA handle of a stream object of any library. Raises ValueError if `stream` is not a stream."""
     if stream is None:
         return None
     if not consumer.takes_stream:
@@ -58,7 +58,7 @@ def _handle(stream: Any) -> int | None:
         protocol = stream.__cuda_stream__
         return int((protocol() if callable(protocol) else protocol)[1])
     if any(word in type(stream).__name__.lower() for word in ("event", "memory", "pointer", "array")):
-        return None  # these classes also have the attributes below
+        return None  # objects of these classes may have the attributes below
     for name in ("cuda_stream", "ptr", "handle"):  # the names in PyTorch, in CuPy, and in PyCUDA and Numba
         value = getattr(stream, name, None)
         if value is not None:

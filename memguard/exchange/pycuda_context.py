@@ -21,7 +21,7 @@ from memguard.exchange.arguments import is_ordinal
 
 
 class _ThreadContexts:
-    """One thread's number of pushed contexts, and its context object for each GPU.
+    """The number of contexts that one thread has pushed, and the thread's context object of each GPU.
 
     Each thread needs its own objects: PyCUDA frees memory only on the thread that created the context object.
     """
@@ -31,7 +31,7 @@ class _ThreadContexts:
         self.contexts: dict[int, Any] = {}
 
     def pop(self) -> None:
-        """Pop the context of one block. Raises nothing if the user has popped it already."""
+        """Pop the context that one `with` block pushed. Raises nothing if the user has popped it already."""
         self.blocks -= 1
         drv = sys.modules.get("pycuda.driver")
         if drv is None:
@@ -56,21 +56,21 @@ class _PerThread(threading.local):
 
 _per_thread = _PerThread()
 _keepalive: dict[int, Any] = {}
-"""One context object by GPU, which keeps its primary context alive: creating a context takes a tenth of a second."""
+"""A context object of each GPU, which keeps the primary context alive: creating it takes 0.1 s."""
 
 
 class pycuda_context:  # noqa: N801 (a context manager that is entered by its name, as contextlib's are)
-    """Make the primary context of GPU `device` current for PyCUDA on this thread, during a `with` block. Yields its
-    `Context`.
+    """Make the primary context of GPU `device` current for PyCUDA on this thread, during a `with` block. Yields
+    the PyCUDA `Context`.
 
         with memguard.exchange.pycuda_context():
             array = pycuda.gpuarray.zeros(1000, numpy.float32)   # in the context of torch, TensorFlow, JAX, CuPy, Numba
 
-    `device` is CUDA's ordinal. It creates no second context and needs no budget. Blocks may be nested and entered
-    again; each thread has its own. At exit memguard closes the main thread's open blocks, and at a thread's end the
-    blocks of that thread. Join your threads: a daemon thread inside a block while the interpreter ends may abort the
-    process, because PyCUDA aborts if a context is still on its stack. Raises DeviceError if PyCUDA or the GPU is
-    missing.
+    `device` is CUDA's ordinal. Creates no second context, and works without a budget. Blocks may be nested and entered
+    again, and affect only their own thread. At exit memguard closes the main thread's open blocks, and at a thread's
+    end the blocks of that thread. Join your threads: a daemon thread inside a block while the interpreter ends may
+    abort the process, because PyCUDA aborts if a context is still on its stack. Raises DeviceError if PyCUDA or the GPU
+    is missing.
     """
 
     def __init__(self, device: int = 0) -> None:
@@ -105,8 +105,8 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
 
 @functools.cache
 def _close_at_exit() -> None:
-    """Register the exit hook once. PyCUDA's own modules pop at exit too: a pop removes the top of the stack, so only
-    the number of pops matters."""
+    """Register the exit hook once. PyCUDA's own modules also pop contexts at exit. The order does not matter, because
+    every pop removes the top of the stack."""
     life.at_exit(life.HookOrder.PYCUDA, _close_here)
 
 

@@ -28,10 +28,10 @@ _last = threading.local()
 class Route(NamedTuple):
     """How an array was handed over. `way` is `shared`, `copied`, `copied on cuda:0`, and so on.
 
-    From one GPU to another it is `copied from cuda:0 to cuda:1, peer to peer`, or `..., through the host`, which is
-    slower. It ends after `cuda:1` if the path is unknown: CUDA does not report it, or JAX may have used either path.
-    `nbytes` is the size of the elements. `reason` is the reason against sharing, if a copy was requested and needed.
-    `source` and `target` are older names of `producer` and `consumer`.
+    For a copy between two GPUs `way` is `copied from cuda:0 to cuda:1, peer to peer`, or `..., through the host`, which
+    is slower. `way` omits the path if it is unknown: CUDA does not report it, or JAX may have used either path.
+    `nbytes` is the size of the elements. `reason` is why the memory could not be shared, if a requested copy was
+    necessary. `source` and `target` are older names of `producer` and `consumer`.
     """
 
     producer: str
@@ -108,7 +108,7 @@ def to(
 
 def last_route() -> Route | None:
     """The route of this thread's last hand-over; None before the first."""
-    found = getattr(_last, "route", None)  # `to` stores the parts of a `Route`, since few programs read it
+    found = getattr(_last, "route", None)  # `to` stores a plain tuple, because few programs read the route
     if found is None:
         return None
     producer, consumer, way, view, obstacle = found
@@ -130,10 +130,10 @@ def _shared(producer: Arrays, consumer: Arrays, offer: Offer, stream: int | None
 def _copied(
     x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int | None, stream: int | None
 ) -> tuple[Any, str]:
-    """A copy in the consumer's own memory, ready for `stream`, and the text for `Route.way`."""
+    """Copy into the consumer's own memory, and make `stream` wait for the copy. Returns the copy and `Route.way`."""
     on = stream if place is not None and place == offer.view.device and consumer.copies_on else None
     made, way = _copy(x, producer, consumer, offer, place, on)
-    if stream is not None and on is None and place is not None:  # the framework's own stream made the copy
+    if stream is not None and on is None and place is not None:  # the copy runs on the framework's own stream
         streams.follow(place, consumer.stream(place), stream)
     return made, way
 
@@ -166,15 +166,15 @@ def _copy(
         if on is not None and place is not None:
             made = consumer.copy_on(shared, place, on)
         else:
-            made = consumer.copy(shared, place)  # on the stream that the consumer's views use
+            made = consumer.copy(shared, place)  # queued on the stream of the imported view
     if place is None or view.device is None or place == view.device:
         return made, _way(view.device, place)
-    streams.follow(place, None, None)  # the copy runs on streams of both GPUs, which a `Lifetime` does not know
+    streams.follow(place, None, None)  # the host waits: a `Lifetime` tracks no second GPU's streams
     return made, _way(view.device, place) + _route(view, consumer, made, place)
 
 
 def _route(view: View, consumer: Arrays, made: Any, place: int) -> str:
-    """The path of a copy between two GPUs, as the end of `Route.way`. Empty if unknown."""
+    """The suffix of `Route.way` that names the path of a copy between two GPUs; empty if unknown."""
     if not view.size or view.device is None:
         return ""
     try:
@@ -182,7 +182,7 @@ def _route(view: View, consumer: Arrays, made: Any, place: int) -> str:
     except CannotShare:
         return ""
     reached = copies.reaches(place, view.address), copies.reaches(view.device, address)
-    if reached == (False, False):  # then only that path exists
+    if reached == (False, False):  # neither GPU can access the other's memory
         return ", through the host"
     return ", peer to peer" if True in reached and consumer.direct else ""
 
@@ -193,7 +193,7 @@ def _without_readonly(offer: Offer) -> Offer:
 
 
 def _uploaded(x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int) -> Any:
-    """Upload the array from NumPy: all frameworks accept host memory as a NumPy array."""
+    """Copy from host memory to the GPU. The source is a NumPy array, because every framework can upload one."""
     numpy = registry.by_name("numpy")
     if offer.view.dtype not in numpy.traits.dtypes:
         raise CannotShare(
@@ -209,10 +209,10 @@ def _uploaded(x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: i
 
 
 def compacted(x: Any, producer: Arrays, offer: Offer) -> tuple[Arrays, Any, Offer]:
-    """A compact copy of the array: its framework, the array and its offer. Its own framework makes it, or another
-    imported one.
+    """Make a compact copy of the array, in its own framework or in another imported one.
 
-    Raises CannotShare if no imported framework can.
+    Returns the adapter of this framework, the copy, and the copy's offer. Raises CannotShare if no imported framework
+    can make the copy.
     """
     maker, x = _compact_copy(x, producer, _without_readonly(offer))
     return maker, x, maker.offer(x)

@@ -21,7 +21,7 @@ from memguard._frameworks.arrays.view import (
 
 
 class Malformed(ValueError):
-    """An array interface that `View` cannot represent. `remedy` is the fix."""
+    """An array interface that `View` cannot represent. `remedy` is the fix for the user."""
 
     def __init__(self, reason: str, remedy: str = "check how its library makes it") -> None:
         super().__init__(reason)
@@ -29,15 +29,15 @@ class Malformed(ValueError):
 
 
 def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
-    """Read an interface: the array, its stream or None, and the context of its memory, None for the primary one.
+    """Parse an array interface. Returns the view, the stream, and the CUDA context that owns the memory.
 
-    Raises Malformed.
+    The stream is None if the interface names none, the context None for the GPU's primary one. Raises Malformed.
     """
     try:
         (address, readonly), layout = interface["data"], (interface["typestr"], interface["shape"])
         try:
             dtype, shape, strides = _layout(*layout, interface.get("strides"))
-        except TypeError:  # the cache cannot hash lists
+        except TypeError:  # `lru_cache` cannot hash a list: call the uncached function
             dtype, shape, strides = _layout.__wrapped__(*layout, interface.get("strides"))
         address = int(address or 0)
     except Malformed:
@@ -63,7 +63,7 @@ def read(interface: Mapping[str, Any]) -> tuple[View, int | None, int | None]:
 
 @functools.lru_cache(maxsize=1024)
 def _layout(typestr: Any, shape: Any, given: Any) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Dtype, shape and strides in elements. Cached, as the same layouts recur."""
+    """Validate and return dtype, shape, and strides in elements. Cached, because many arrays have the same layout."""
     shape = tuple(map(int, shape))
     given = None if given is None else tuple(map(int, given))
     dtype = dtype_of_typestr(typestr)
@@ -81,8 +81,8 @@ class WithInterface:
     """Shared memory with an array interface. Arrays created from this object reference the object, and the object
     references the lifetime.
 
-    `stream` is the user's stream, which has been made to wait for the memory. Without `stream`, the memory is ready for
-    any stream.
+    `stream` is the user's stream, which already waits for the producer's work. If it is None, any stream may use the
+    memory without a wait.
     """
 
     def __init__(self, view: View, lifetime: Lifetime, stream: int | None = None) -> None:
@@ -97,7 +97,7 @@ class WithInterface:
         if device is None:
             self.__array_interface__ = interface
         else:
-            # the protocol forbids stream 0
+            # the CUDA array interface forbids handle 0: 1 also names the legacy default stream
             interface["stream"] = None if stream is None else stream or streams.LEGACY
             self.__cuda_array_interface__ = interface
         self._lifetime = lifetime

@@ -3,11 +3,12 @@
 The framework's `spec.py` names the class (`Exchanged`); `tests/contract` and `tests/gpu/test_exchange.py` test every
 class.
 
-- Only the framework's own file imports the framework, inside methods. Callers use `owns` only after its import.
-- `offer` describes an array and does not wait for work on it. It raises CannotShare if not even a copy is possible
-  (sparse, quantised, symbolic arrays). `ready` makes a stream, or the host, wait for the work.
-- `import_view` creates an array over the memory and copies nothing. `compatibility` has checked that the framework
-  accepts the memory. If a framework sometimes copies silently, its method checks the result.
+- Only the framework's own file imports the framework, inside methods. Callers call `owns` only after
+  the framework has been imported.
+- `offer` describes an array without waiting for GPU work on it. It raises CannotShare if not even a copy is possible
+  (sparse, quantised, symbolic arrays). `ready` makes a stream, or the host, wait for the GPU work on the array.
+- `import_view` creates an array on the producer's memory without a copy. `compatibility.obstacle` has already checked
+  that the framework accepts the memory. If a framework may copy silently, its `import_view` checks for a copy.
 - `copy` creates an array in the framework's own memory, on the same GPU or another.
 """
 
@@ -25,11 +26,11 @@ from memguard._frameworks.arrays.view import DTYPES, View, dtype_name, in_elemen
 from memguard.errors import CannotShare
 
 MakeWait = Callable[["int | None"], None]
-"""Makes a stream (None: the host) wait until the memory is ready."""
+"""Makes a stream (None: the host) wait for the producer's work on the memory."""
 
 
 class Arrays(ABC):
-    """One framework's arrays, as producer and as consumer."""
+    """Exports one framework's arrays (as producer) and imports other frameworks' memory (as consumer)."""
 
     traits: ClassVar[Traits]
     module: ClassVar[str]
@@ -37,15 +38,15 @@ class Arrays(ABC):
     call: ClassVar[str]
     """The framework's public function that `import_view` calls, as the documentation names it."""
     waits: ClassVar[str]
-    """Who waits for the producer's work if this framework is the consumer: the framework's `stream`, or the `host`."""
+    """`stream` or `host`: what waits for the producer's work when this framework imports an array."""
     takes_stream: ClassVar[bool] = True
-    """Whether a user can name the stream that will use the array. False if the framework chooses its streams itself."""
+    """True if a user can name the stream that will use the array, False if the framework chooses its streams itself."""
 
     own_contexts: ClassVar[bool] = False
-    """Whether the framework may work in another context than the GPU's primary one. If so, callers call `context`."""
+    """True if the framework may use a context other than the GPU's primary one: callers then call `context`."""
     copies_on: ClassVar[bool] = False
-    """Whether the framework can queue a copy on the user's stream. Otherwise it copies on a stream of its own, or the
-    host waits."""
+    """Whether the framework can queue a copy on the user's stream. Otherwise the framework copies on its own
+    stream, or the host waits for the copy."""
     direct: ClassVar[bool] = True
     """Whether the framework copies directly between two GPUs if one can access the other's memory, as measured rates
     show (264 to 377 GB/s on two H200s)."""
@@ -54,7 +55,7 @@ class Arrays(ABC):
     keeps_readonly: ClassVar[bool] = False
     """Whether the framework supports read-only arrays, so that it may import read-only memory."""
     compacts: ClassVar[Layout | None] = Layout.FORWARD
-    """The arrays that `compact` can copy: all, only arrays without gaps (to align them), or none."""
+    """The arrays that `compact` can copy: all (FORWARD), only compact ones, to align them (COMPACT), or none (None)."""
 
     @property
     def name(self) -> str:
@@ -65,16 +66,15 @@ class Arrays(ABC):
         """Whether `x` is one of the framework's arrays, symbolic ones included."""
 
     def owns_all_of(self, cls: type) -> bool:
-        """Whether `owns` has the same result for all objects of a class, so that callers can cache it by class."""
+        """True if `owns` returns the same for all objects of `cls`, so that callers may cache its result by class."""
         return True
 
     @abstractmethod
     def offer(self, x: Any) -> Offer:
-        """The framework's description of the array. Raises CannotShare if not even a copy is possible."""
+        """Describe the array's memory, layout and stream. Raises CannotShare if not even a copy is possible."""
 
     def obstacle(self, x: Any) -> Obstacle | None:
-        """The reason why this array must not be shared, other than its memory: for example autograd. None if it may
-        be."""
+        """A reason unrelated to the memory, such as autograd, why this array must not be shared; else None."""
         return None
 
     def ready(self, offer: Offer, stream: int | None) -> None:
@@ -84,32 +84,31 @@ class Arrays(ABC):
             streams.follow(device, offer.stream, stream, offer.context)
 
     def stream(self, device: int) -> int | None:
-        """The stream of the framework's next work on the GPU; None if unknown."""
+        """The stream on which the framework will queue its next work on the GPU; None if unknown."""
         return None
 
     def place(self, view: View, device: int | None) -> int | None:
-        """The GPU for an array created from this memory: `device` if the user named one. None for the host."""
+        """The GPU of the array that the framework will create from `view`: `device` if given. None for the host."""
         if device is None and view.device is None and not self.traits.on_host:
             return contexts.current() or 0
         return view.device if device is None else device
 
     def context(self, device: int | None) -> int | None:
-        """The context of the framework's next work; None for the GPU's primary one."""
+        """The CUDA context of the framework's next work; None for the GPU's primary one."""
         return None
 
     @abstractmethod
     def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
-        """An array over this memory, which references `lifetime`. Calls `make_wait` once, with the stream that will use
-        the array."""
+        """Create an array on this memory. The array references `lifetime`. Calls `make_wait` once, with the stream that
+        will use the array."""
 
     @abstractmethod
     def copy(self, array: Any, device: int | None) -> Any:
-        """A copy of one of the framework's arrays in the framework's own memory, on the GPU `device` (None: the
-        host)."""
+        """Copy one of the framework's arrays into the framework's own memory, on the GPU `device` (None: the host)."""
 
     @abstractmethod
     def compact(self, x: Any) -> Any:
-        """A compact, row-major copy in memory from an aligning allocator. See `compacts`."""
+        """A row-major copy without gaps, at an aligned address. See `compacts`."""
 
     def copy_on(self, array: Any, device: int, stream: int) -> Any:
         """Like `copy`, but on the array's own GPU, and queued on `stream` without waiting. See `copies_on`."""
@@ -131,7 +130,7 @@ class Arrays(ABC):
             raise self.refusal(str(error), error.remedy) from error
 
     def _layout(self, x: Any) -> tuple[str, tuple[int, ...]]:
-        """Dtype and strides of an array with NumPy's attributes."""
+        """Dtype, and strides in elements, of an array with NumPy's attributes `dtype` and `strides`."""
         kind = x.dtype
         dtype = dtype_name(kind)
         if dtype not in DTYPES or not kind.isnative:
@@ -145,5 +144,5 @@ class Arrays(ABC):
         return self.refusal(f"its dtype {dtype} cannot be handed over", remedy)
 
     def refusal(self, reason: str, remedy: str) -> CannotShare:
-        """The error for one of the framework's own arrays."""
+        """Create the CannotShare error for an array of this framework."""
         return CannotShare(self.name, None, reason, remedy)

@@ -29,15 +29,16 @@ class Layout(Enum):
 class Traits:
     """The properties of a framework's arrays.
 
-    title         its name in sentences: for a framework of the budget, the title in its spec
-    alignment, host_alignment  its addresses must be multiples of this many bytes, on a GPU and on the host. On a GPU
-                  they must also be multiples of the element size: a kernel that reads any other address destroys the
-                  context for the whole process
-    writes        its arrays are writable, so they must not use read-only memory
-    on_gpu, on_host   where its arrays may lie
-    repeats       a stride may be 0
-    strided       it can copy arrays that are not compact
-    releases_when_done  it releases memory only after its own work is done; else the producer must wait for that work
+    title         the framework's name in messages; by default the title in its `FrameworkSpec`
+    alignment, host_alignment  an array's address must be a multiple of this many bytes, on a GPU and on the host. A GPU
+                  address must also be a multiple of the element size: a kernel that reads a misaligned address destroys
+                  the context for the whole process
+    writes        the framework may write to its arrays, so they must not use read-only memory
+    on_gpu, on_host   the framework's arrays may use GPU memory, host memory
+    repeats       the framework accepts strides of 0
+    strided       the framework can copy arrays that are not compact
+    releases_when_done  the framework releases imported memory only after its own work on the memory is done; otherwise
+                  the producer must wait for this work
     """
 
     name: str
@@ -59,18 +60,18 @@ class Traits:
 
     @functools.cached_property
     def multiples(self) -> dict[str, int]:
-        """By dtype: the alignment of an array's address on a GPU, in bytes."""
+        """The required alignment of a GPU array's address in bytes, by dtype."""
         return {dtype: max(self.alignment, ITEM_SIZES[dtype]) for dtype in self.dtypes}
 
     @functools.cached_property
     def host_multiples(self) -> dict[str, int]:
-        """By dtype: the alignment of an array's address on the host, in bytes."""
+        """The required alignment of a host array's address in bytes, by dtype."""
         return dict.fromkeys(self.dtypes, self.host_alignment)
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """The reason against sharing memory in place. `copied`: whether a copy is possible instead."""
+    """A reason why memory cannot be shared in place. `copied`: True if `copy=True` would succeed."""
 
     reason: str
     remedy: str

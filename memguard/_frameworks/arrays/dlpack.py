@@ -1,7 +1,7 @@
-"""Reads and creates DLPack capsules with ctypes. PyTorch, TensorFlow, JAX and CuPy import memory from them.
+"""Reads and creates DLPack capsules, from which PyTorch, TensorFlow, JAX and CuPy import memory, with ctypes.
 
-memguard creates unversioned capsules (`dltensor`), which all four accept; TensorFlow and JAX accept no others
-(measured). A capsule's deleter may run on any thread, and acquires the GIL there.
+memguard creates unversioned capsules (`dltensor`), which all four frameworks accept. TensorFlow and JAX accept no
+versioned ones (measured). A capsule's deleter may run on any thread, and acquires the GIL there.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _HEAD = struct.Struct("@QiiiB")
 """The beginning of a `DLTensor`, up to the dtype code."""
 _Head = ctypes.c_char * _HEAD.size
 _WORDS = {1: "|u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
-"""A NumPy dtype by element size, for the array from which NumPy creates a capsule. `capsule` overwrites it with the
-true dtype."""
+"""A NumPy dtype of each element size. NumPy creates the capsule with this dtype, and `capsule` then writes the true
+dtype code into it."""
 
 
 class BadCapsule(ValueError):
@@ -41,15 +41,15 @@ class BadCapsule(ValueError):
 
 
 def read(capsule: Any) -> View:
-    """Read the array in an unconsumed capsule, which keeps the memory alive.
+    """Read the description of the array in a capsule. Does not consume the capsule, which still owns the memory.
 
     The view's `device` is the capsule's device index, in the producer's numbering. Raises BadCapsule for an unknown
-    dtype, packed lanes, or another type of device.
+    dtype, packed lanes, or a device that is neither the host nor a CUDA GPU.
     """
     readonly = False
     try:
         at = _pointer(capsule, b"dltensor")
-    except ValueError:  # the capsule has another name
+    except ValueError:  # versioned, consumed, or no capsule
         at, readonly = _versioned(capsule)
     address, kind, number, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack_from(
         _Tensor.from_address(at)
@@ -88,9 +88,9 @@ def _versioned(capsule: Any) -> tuple[int, bool]:
 
 @functools.lru_cache(maxsize=128)
 def _numbers(ndim: int) -> tuple[Any, Callable[[Any], tuple[int, ...]]]:
-    """A ctypes array type of `ndim` int64, and its reader.
+    """A ctypes buffer type for `ndim` int64 values, and the function that unpacks them.
 
-    Cached, as creating an array type takes 25 us, and ctypes frees an unused one at the next garbage collection.
+    Cached, because creating a ctypes type takes 25 us, and the next garbage collection frees an unused type.
     """
     return ctypes.c_char * (8 * ndim), struct.Struct(f"@{ndim}q").unpack_from
 
@@ -98,10 +98,10 @@ def _numbers(ndim: int) -> tuple[Any, Callable[[Any], tuple[int, ...]]]:
 def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
     """Create an unversioned capsule over this memory. The lifetime ends when the consumer frees its last view.
 
-    `device` is the GPU's index in the consumer's numbering, None for the host. NumPy creates the capsule from an array
-    that nothing reads, and this function overwrites the fields that NumPy cannot set. This way the capsule has NumPy's
-    deleter, written in C: a view may be freed while an exception propagates, or after the interpreter has ended. A
-    deleter in Python would lose that exception, and would crash after the end.
+    `device` is the GPU's index in the consumer's numbering, None for the host. NumPy creates the capsule from a
+    temporary array, and this function overwrites the device and dtype fields, which NumPy cannot set. The capsule thus
+    has NumPy's deleter, which is written in C: a view may be freed while an exception propagates, or after the
+    interpreter has ended. A Python deleter would lose the exception, and would crash without an interpreter.
     """
     import numpy
 
@@ -126,12 +126,12 @@ def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
 
 
 _NOWHERE = 64
-"""Address for arrays without elements, as NumPy before 2.4 rejects address 0. Nothing reads from it."""
+"""Address for arrays without elements, because NumPy before 2.4 rejects address 0. Nothing reads this address."""
 
 
 class _Block:
-    """The object from which NumPy imports the memory. The capsule references the array, and the array references this
-    object."""
+    """Passes the memory to `numpy.asarray`. The capsule references NumPy's array, the array references this object, and
+    this object references the lifetime."""
 
     __slots__ = ("__array_interface__", "lifetime")
     __array_interface__: dict[str, Any]
@@ -139,7 +139,7 @@ class _Block:
 
 
 class Exporter:
-    """The argument of a `from_dlpack` function. `make_wait` makes a stream wait until the memory is ready."""
+    """The producer argument of a framework's `from_dlpack`. `make_wait` makes a stream wait for the producer's work."""
 
     def __init__(self, view: View, lifetime: Lifetime, device: int | None, make_wait: Any) -> None:
         self._view, self._lifetime, self._device, self._make_wait = view, lifetime, device, make_wait
@@ -148,7 +148,7 @@ class Exporter:
         return (CPU, 0) if self._device is None else (CUDA, self._device)
 
     def __dlpack__(self, *, stream: int | None = None, **_: object) -> Any:
-        """`stream` has the values of the DLPack protocol: -1 for no waiting, None for the legacy default stream."""
+        """`stream` as DLPack defines it: -1 for no synchronisation, None for the legacy default stream."""
         if stream != -1:
             self._make_wait(1 if stream is None else stream)
         return capsule(self._view, self._lifetime, device=self._device)

@@ -1,9 +1,10 @@
 """Manages the lifetime of shared memory, from the hand-over until the consumer's last view is freed.
 
-A `Lifetime` keeps the producer's array alive. It ends in a destructor, on any thread, inside any allocation, so `end`
-takes no lock and never blocks. If the consumer's last work still runs then, memguard makes the producer's stream wait
-for it. If the producer names no stream, this module's thread releases the array once the work is done. PyCUDA must free
-memory on the thread that allocated it, so a PyCUDA array is released on the thread of its hand-over.
+A `Lifetime` keeps the producer's array alive. Its destructor may run on any thread and inside any allocation, so `end`
+takes no lock and never blocks. If the consumer's work on the memory is not done at that time, memguard makes the
+producer's stream wait for the work. If the producer's stream is unknown, this module's thread releases the array once
+the work is done. PyCUDA must free memory on the thread that allocated it, so a PyCUDA array is released on the thread
+that handed it over.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from memguard._frameworks.arrays.view import View
 from memguard.errors import DeviceError, Suspended
 
 _POLL, _POLL_SUSPENDED = 0.001, 0.1
-"""Seconds between two checks of work that must end before a release; the second applies while the process is
+"""Seconds between two checks whether the GPU work before a release is done; the second applies while the process is
 suspended."""
 
 
 class Offer(NamedTuple):
-    """The producer's description of an array, with the owner that keeps its memory alive.
+    """The producer's description of an array. `owner` is the object that keeps the memory alive.
 
-    stream   the stream of the producer's next use of released memory; None if unknown
-    context  the context of the memory; None for the GPU's primary one
-    thread   the only thread that may release `owner`; None if any may
-    done     whether the array's values are computed already, so that no stream needs to wait
+    stream   the stream on which the producer will reuse the memory after its release; None if unknown
+    context  the CUDA context that owns the memory; None for the GPU's primary one
+    thread   the only thread that may release `owner`; None if any thread may
+    done     True if the array's values are computed, so that no stream needs to wait
     """
 
     producer: str
@@ -47,14 +48,15 @@ class Offer(NamedTuple):
 
 
 new_offer: Callable[[tuple[Any, ...]], Offer] = functools.partial(tuple.__new__, Offer)
-"""Create an offer from all its fields, in a quarter of the constructor's time. Every hand-over creates one."""
+"""Create an offer from all its fields, in a quarter of the constructor's time. Every hand-over creates an offer."""
 
 
 class Lifetime:
-    """One hand-over, created by `begin`. `stream` is the consumer's; None if its work may be on any stream.
+    """Represents one consumer's use of a producer's memory; created by `begin`.
 
-    `releases_when_done`: the consumer releases memory only after its own work is done (JAX; measured), so the producer
-    need not wait. `context`: the consumer's; None for the GPU's primary one.
+    `stream` is the consumer's stream; None if the consumer may use the memory on any stream. `context` is the
+    consumer's CUDA context; None for the GPU's primary one. `releases_when_done`: the consumer releases memory only
+    after its own work is done (JAX; measured), so the producer does not wait.
     """
 
     __slots__ = ("consumer", "context", "offer", "releases_when_done", "stream")
@@ -65,7 +67,7 @@ class Lifetime:
     context: int | None
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # at finalization this module's globals may be missing
+        if not ending():  # during finalization this module's globals may be missing
             self.end()
 
     def cancel(self) -> None:
@@ -73,14 +75,14 @@ class Lifetime:
         _open.pop(id(self), None)
 
     def end(self) -> None:
-        """End the lifetime after the last view. Callable on any thread, inside any code; a second call does nothing."""
+        """End the lifetime after the last view is freed. Callable on any thread, in any code. Idempotent."""
         if _open.pop(id(self), None) is None:
             return
         mark, thread = None, self.offer.thread
         if not self.releases_when_done:
             mark = _running_work(self.offer, self.stream, self.context)
         if mark is None and (thread is None or thread == threading.get_ident()):
-            return  # this object's end releases the owner
+            return  # the destruction of this object releases the owner
         parked = _Parked(self.offer, mark)
         del self.offer
         _parked.append(parked)
@@ -88,10 +90,10 @@ class Lifetime:
 
 
 class _Parked:
-    """Memory that waits for its release.
+    """An ended hand-over whose memory stays alive until `mark` has passed and `thread` may release it.
 
-    A thread that checks the memory references this object and not the offer. So the thread that sets `offer` to None
-    releases the owner.
+    `sweep` references this object and not the offer, so that the thread that sets `offer` to None drops the last
+    reference to the owner.
     """
 
     __slots__ = ("mark", "offer", "thread")
@@ -109,8 +111,8 @@ class _SharedView(NamedTuple):
 
 _new_shared_view: Callable[[tuple[Any, ...]], _SharedView] = functools.partial(tuple.__new__, _SharedView)
 held_for_processes: Counter[int] = Counter()
-"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes. No framework's ledger row contains
-them."""
+"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes. The ledger counts them for no
+framework."""
 _open: dict[int, _SharedView] = {}
 """The shared views by `id` of their `Lifetime`. An entry does not reference the array's owner."""
 _parked: list[_Parked] = []
@@ -130,7 +132,7 @@ def begin(
 
 
 def sweep() -> None:
-    """Release the parked memory whose work is done and that this thread may release."""
+    """Release each entry of `_parked` whose GPU work is done and which this thread may release."""
     here = threading.get_ident()
     for _ in range(len(_parked)):
         if suspension.now is not None:  # CUDA cannot be used while the process is suspended
@@ -150,9 +152,9 @@ def sweep() -> None:
 
 
 def lent() -> dict[int, dict[str, dict[str, int]]]:
-    """Bytes shared now, by GPU (CUDA's ordinal), producer and consumer. The ledger reports them as `lent`.
+    """Bytes of live shared views, by GPU (CUDA's ordinal), producer and consumer. The ledger reports them as `lent`.
 
-    A byte viewed by two consumers counts once for each.
+    A byte that two consumers view counts once for each consumer.
     """
     found: dict[int, dict[str, dict[str, list[tuple[int, int]]]]] = {}
     for entry in list(_open.values()):
@@ -184,19 +186,19 @@ def covered(parts: Iterable[tuple[int, int]]) -> int:
 def _running_work(
     offer: Offer, stream: int | None, context: int | None = None
 ) -> Mark | _DeferredMark | _AfterResume | None:
-    """A CUDA event after the consumer's unfinished work, if no stream of the producer can wait for that work; else
-    None."""
+    """An object whose `passed` tests if the consumer's work is done. None if the work is done already, or if the
+    producer's stream now waits for it."""
     _, shape, _, _, device, _ = offer.view
     if device is None or 0 in shape:
         return None
     if suspension.now is not None:
         return _AfterResume(offer._replace(owner=None), stream, context)
-    # The per-thread default stream's handle means this thread's stream, and another thread may have used its own.
+    # CU_STREAM_PER_THREAD names the calling thread's own stream, but the work may be on another thread's: unknown.
     stream = None if stream == PER_THREAD else stream
     mine = None if offer.stream == PER_THREAD else offer.stream
     try:
         if stream is not None and mine is not None and (stream or LEGACY) == (mine or LEGACY):
-            return None  # on one stream, the producer's next work follows the consumer's
+            return None  # the same stream runs the producer's next work after the consumer's
         if context is None and streams.quick_idle(device, stream, mine):
             return None
         if any(known is not None and streams.capturing(device, known) for known in (stream, mine)):
@@ -208,18 +210,18 @@ def _running_work(
             return None if _passed(mark) else mark
         with mark:
             if not mark.passed():
-                # A caching allocator reuses memory on the stream of its allocation. That is mostly the legacy default
-                # stream, even if another stream was current at the hand-over.
+                # A caching allocator reuses memory on the stream of its allocation, mostly the legacy default stream,
+                # even if another stream was current at the hand-over. So both streams wait.
                 for then in dict.fromkeys((mine or LEGACY, LEGACY)):
                     if stream is None or (stream or LEGACY) != then:
-                        streams.capturing(device, then)  # raises if the default stream cannot be used now
+                        streams.capturing(device, then)  # raises Captured if a wait would break a capture
                         mark.before(then)
         return None
     except Suspended:  # a suspension began during this call
         return _AfterResume(offer._replace(owner=None), stream, context)
     except DeviceError as error:
         _log.debug("exchange: %s", error)
-    # No stream can wait, so `sweep` checks later whether the work is done.
+    # The producer's stream is unknown or cannot wait, so `sweep` polls whether the work is done.
     if stream is not None:
         deferred = _DeferredMark(device, stream, context)
         return None if _passed(deferred) else deferred
@@ -233,7 +235,7 @@ def _running_work(
 
 
 class _DeferredMark:
-    """A stream's `Mark` that is recorded once no CUDA graph capture is active: recording would break the capture."""
+    """Records a stream's `Mark` only after CUDA graph capture has ended, because recording would break the capture."""
 
     def __init__(self, device: int, stream: int, context: int | None) -> None:
         self._device, self._stream, self._context = device, stream, context
@@ -253,7 +255,8 @@ class _DeferredMark:
 
 
 class _AfterResume:
-    """Work that can be checked only after the process has resumed. `offer` is a copy without the owner."""
+    """Calls `_running_work` after the suspended process has resumed. `offer` is a copy without the owner, so that it
+    keeps no memory alive."""
 
     def __init__(self, offer: Offer, stream: int | None, context: int | None) -> None:
         self._arguments: tuple[Offer, int | None, int | None] | None = (offer, stream, context)
@@ -273,8 +276,8 @@ class _AfterResume:
 
 
 def _passed(mark: Mark | _DeferredMark | _AfterResume) -> bool:
-    """Whether the work is done; if so, closes the mark. An error counts as done, as the context and its memory no
-    longer exist."""
+    """True if the work before the mark is done; then closes the mark. A CUDA error counts as done, because the context
+    and its memory no longer exist."""
     try:
         if not mark.passed():
             return False
@@ -287,7 +290,7 @@ def _passed(mark: Mark | _DeferredMark | _AfterResume) -> bool:
 
 
 class _Sweeper:
-    """A daemon thread that runs while there is parked memory that any thread may release."""
+    """Runs a daemon thread that calls `sweep`, while `_parked` has entries that any thread may release."""
 
     def __init__(self) -> None:
         self._running = False
@@ -314,7 +317,7 @@ class _Sweeper:
                 sweep()
         finally:
             self._running = False
-        self.wake()  # more memory may have been parked meanwhile
+        self.wake()  # `_parked` may have new entries since the loop ended
 
 
 _sweeper = _Sweeper()

@@ -32,7 +32,7 @@ DTYPES: dict[str, tuple[int, int, str | None]] = {
     "float8_e5m2fnuz": (13, 8, None),
     "float8_e8m0fnu": (14, 8, None),
 }
-"""Each dtype's code and bits in DLPack (`DLDataTypeCode`), and its `typestr` if NumPy has one."""
+"""DLPack code (`DLDataTypeCode`), bits, and NumPy `typestr` of each dtype; None if NumPy lacks the dtype."""
 ITEM_SIZES = {name: bits // 8 for name, (_, bits, _) in DTYPES.items()}
 """Bytes of an element of each dtype."""
 NUMPY_DTYPES = frozenset(name for name, (_, _, typestr) in DTYPES.items() if typestr is not None)
@@ -72,7 +72,8 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class View(NamedTuple):
-    """Memory as an array. `device` is CUDA's ordinal, None for host memory. The address is in bytes."""
+    """An array in memory. `address` is the byte address of the element with index 0. `device` is CUDA's ordinal, None
+    for host memory."""
 
     address: int
     shape: tuple[int, ...]
@@ -92,7 +93,7 @@ class View(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, which is the size of a copy."""
+        """Bytes of all elements, without gaps: the size of a compact copy."""
         return self.size * self.itemsize
 
     @property
@@ -123,16 +124,16 @@ class View(NamedTuple):
 
     @property
     def backwards(self) -> bool:
-        """Whether a dimension runs towards lower addresses."""
+        """True if a dimension has a negative stride."""
         return min(self.strides, default=0) < 0 and any(stride < 0 for stride, _ in _relevant(self.shape, self.strides))
 
     @property
     def repeats(self) -> bool:
-        """Whether a dimension repeats the same element, as a broadcast dimension does."""
+        """True if a dimension has a stride of 0, as a broadcast dimension does."""
         return 0 in self.strides and any(not stride for stride, _ in _relevant(self.shape, self.strides))
 
     def forwards(self) -> tuple[View, tuple[int, ...]]:
-        """The same elements without negative strides, and the axes with a reversed direction."""
+        """A view of the same elements with all strides positive, and the axes that this reverses."""
         axes = tuple(axis for axis, stride in enumerate(self.strides) if stride < 0)
         if not axes:
             return self, ()
@@ -146,18 +147,19 @@ class View(NamedTuple):
 
 
 new_view: Callable[[tuple[Any, ...]], View] = functools.partial(tuple.__new__, View)
-"""Create a view from all its fields, in a quarter of the constructor's time. Every hand-over creates one."""
+"""Create a view from all its fields, in a quarter of the constructor's time. Every hand-over creates a view."""
 
 
 @functools.lru_cache(maxsize=1024)
 def in_bytes(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    """Strides in bytes, from strides in elements. Cached like the two functions below, as the same shapes recur."""
+    """Convert strides from elements to bytes. Cached like the two functions below, because arrays often have the same
+    shape."""
     return tuple([stride * itemsize for stride in strides])
 
 
 @functools.lru_cache(maxsize=1024)
 def in_elements(strides: tuple[int, ...], itemsize: int) -> tuple[int, ...] | None:
-    """Strides in elements, from strides in bytes; None if a stride is no multiple of the item size."""
+    """Convert strides from bytes to elements; None if a stride is no multiple of the item size."""
     if any(stride % itemsize for stride in strides):
         return None
     return tuple([stride // itemsize for stride in strides])
@@ -171,5 +173,5 @@ def compact(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def _relevant(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """Stride and extent of each dimension with more than one element. The other strides are meaningless."""
+    """Stride and extent of each dimension, except dimensions of one element, whose stride has no effect."""
     return [(stride, extent) for stride, extent in zip(strides, shape, strict=True) if extent != 1]

@@ -1,4 +1,4 @@
-"""Simulated frameworks: adapters over models of allocators, by the contract of `base.py`."""
+"""Adapters of simulated frameworks, which use models of the real allocators."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from memguard._frameworks.specs import SPECS
 from memguard.errors import CapNotApplied, DeviceError
 
 _MOST_ROOM_REQUESTS = 2
-"""The most room requests for one allocation."""
+"""The most times that one allocation asks the guard, which applies the budget, for more memory before it fails."""
 _NOTE = "the GPUs and frameworks of this budget are simulated: nothing real is limited"
 
 
@@ -48,13 +48,13 @@ _NOTE = "the GPUs and frameworks of this budget are simulated: nothing real is l
 class AllocatorModel:
     """The simulation of one kind of allocator. Sizes are bytes, measured on an H200.
 
-    make        the allocator on one GPU
+    make        creates the allocator of one GPU
     footprint   as `Framework.footprint`
-    first_work  the memory of the framework's own kernels after its first work, beyond the shared context
-    fixed       its limit is fixed when it initialises
-    reports     it reports single allocations; of others the recorder samples the usage
-    silent      with growth it does not report its held bytes (TensorFlow)
-    totals      it does not report its peak (CuPy)
+    first_work  bytes that the framework's first operation takes for kernels and libraries, besides the CUDA context
+    fixed       the memory limit cannot change after the allocator has initialised
+    reports     the allocator reports each allocation; otherwise the recorder samples its usage
+    silent      the allocator does not report its held bytes if it grows step by step (TensorFlow)
+    totals      the allocator does not report its peak (CuPy)
     """
 
     make: Callable[[Start], Allocator]
@@ -84,13 +84,13 @@ MODELS: Mapping[str, AllocatorModel] = {
 """The model of an allocator, by `FrameworkSpec.allocator`. An allocator without a model gets the generic one, a caching
 pool like torch's."""
 _REQUESTS_ROOM = frozenset(row.allocator for row in SPECS.values() if row.requests_room)
-"""The allocators that request room before they refuse a request, as memguard's own do."""
+"""The allocators that ask the guard for more memory before they refuse a request."""
 
 
 class FrameworkOutOfMemory(SimulatedOutOfMemory):
     """A simulated framework's own out-of-memory error, with bytes requested, bytes held and the cap (None: no cap).
 
-    `driver` is set if the GPU was full; else the cap was reached.
+    `driver` is the driver's error; None if the cap was reached.
     """
 
     def __init__(self, name: str, refused: AllocationRefused, free: int, *, unified: bool = False) -> None:
@@ -122,7 +122,7 @@ def oom_type(name: str) -> type[FrameworkOutOfMemory]:
 
 @dataclass(frozen=True)
 class Stats:
-    """An allocator's figures in bytes, including those that the real framework does not report."""
+    """An allocator's figures in bytes, including figures that the real framework does not report."""
 
     held: int
     in_use: int
@@ -132,7 +132,7 @@ class Stats:
 
 
 class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds one module by name, and creates it empty."""
+    """An import finder and loader that creates an empty module of one name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -147,10 +147,11 @@ class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class SimulatedFramework(Framework):
-    """A framework with a spec, or any `name` with an `allocator`, which is a key of `MODELS`.
+    """Simulates a framework of `SPECS`, or one of any `name` with `allocator`, a key of `MODELS`.
 
-    It is live from its first `allocate`, which opens the shared context. Without a cap only the GPU limits it; `bfc`
-    then takes nearly the whole GPU at once, as TensorFlow does, and `xla` three quarters of it, as JAX does.
+    The first `allocate` makes it live (initialised on the GPU) and opens the process's CUDA context, which all
+    frameworks share. Without a cap, the allocator `bfc` takes nearly the whole GPU at its start, as TensorFlow's does,
+    and `xla` takes three quarters, as JAX's does; the other allocators can use the whole GPU.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class SimulatedFramework(Framework):
         allocator = allocator or (row.allocator if row is not None else "")
         self.model = MODELS.get(allocator, _GENERIC)
         self.resizable = not self.model.fixed
-        # A module name of its own, so that the import of a real framework does not affect a simulated one.
+        # A separate module name, so that the import of a real framework does not affect a simulated one.
         own = f"memguard_simulated_{name}"
         silent = row is not None and row.refuses_silently
         self.spec = FrameworkSpec(
@@ -185,7 +186,7 @@ class SimulatedFramework(Framework):
         self._blocks: dict[int, tuple[Device, int]] = {}
         self._ids = count(1)
         self._recording: list[TraceEvent] | None = None
-        self._recorded: set[int] = set()  # arrays whose allocation was recorded; only their frees are recorded
+        self._recorded: set[int] = set()  # arrays allocated during the recording: other arrays' frees are not recorded
         self._lock, self._importing = host.lock, threading.RLock()
         self._allocating = 0  # the id of the thread with an allocation in progress; 0 if none
 
@@ -201,7 +202,7 @@ class SimulatedFramework(Framework):
         return bool(self._pools)
 
     def start_importing(self) -> None:
-        """Simulate the framework's import: runs import hooks on `hook`, which may raise. Other threads wait."""
+        """Import the module `hook`, which runs the import hooks. A hook may raise. Other threads wait."""
         with self._importing:
             if not self.imported:
                 self._import()
@@ -272,7 +273,7 @@ class SimulatedFramework(Framework):
             )
 
     def stats(self, device: Device) -> Stats:
-        """All figures of the simulation. Zeros before the framework is live."""
+        """All figures of the allocator, which are 0 before the framework is live."""
         with self._lock:
             pool, cap = self._pools.get(device.uuid), self._caps.get(device.uuid)
             if pool is None:
@@ -281,7 +282,7 @@ class SimulatedFramework(Framework):
 
     def trim(self, device: Device) -> None:
         with self._lock:
-            if device.uuid in self._pools and not self._allocating:  # within an allocation the pool must not change
+            if device.uuid in self._pools and not self._allocating:  # a signal handler during `allocate` must not trim
                 self._pools[device.uuid].trim()
 
     def trim_partly(self, device: Device, needed: int) -> None:
@@ -308,7 +309,7 @@ class SimulatedFramework(Framework):
         return stop
 
     def allocate(self, nbytes: int, device: int = 0, *, exact: bool = False) -> int:
-        """Allocate; returns the array's id. `device` is the GPU's position on the host. Raises FrameworkOutOfMemory."""
+        """Allocate; returns the array's id. `device` indexes the host's `devices()`. Raises FrameworkOutOfMemory."""
         gpu = self._device(device)
         self.start_importing()
         try:
@@ -319,7 +320,7 @@ class SimulatedFramework(Framework):
             raise
 
     def _served(self, gpu: Device, nbytes: int, exact: bool) -> int:
-        within = self._allocating == threading.get_ident()  # true in a signal handler or finalizer
+        within = self._allocating == threading.get_ident()  # True: a signal handler or finalizer interrupted `allocate`
         for left in reversed(range(_MOST_ROOM_REQUESTS + 1 if self.requests_room and not within else 1)):
             try:
                 return self._allocate(gpu, nbytes, exact)
@@ -331,8 +332,8 @@ class SimulatedFramework(Framework):
         raise AssertionError("the last attempt returns or raises")
 
     def _needed(self, gpu: Device, nbytes: int, full: bool) -> int:
-        """The most driver bytes of the request. On a full GPU it adds the bytes that the framework's start takes, if
-        the framework is not live there."""
+        """The most bytes that the request may take from the driver. If the GPU is full and the framework is not live on
+        it, includes the bytes of the framework's start."""
         needed = round_up(self.footprint(nbytes))
         if full and gpu.uuid not in self._pools:
             needed += self.model.first_work + (0 if self._gpus.context_active(gpu) else CONTEXT)

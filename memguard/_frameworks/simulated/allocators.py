@@ -1,9 +1,9 @@
 """Models of the frameworks' own allocators: rounding, caching, splitting, coalescing and refusing.
 
-They follow the sources of PyTorch's CUDACachingAllocator, the BFCAllocator of TensorFlow and XLA, and PyCUDA's memory
-pool, and were checked against figures measured on an H200. `driver_allocators.py` has the models of CuPy and Numba. The
-models count bytes and use no memory. They omit streams, garbage-collection thresholds, expandable segments, private
-pools, and the 10 s of retries of TensorFlow and JAX. They are not thread-safe: callers hold a lock.
+The models follow the sources of PyTorch's CUDACachingAllocator, the BFCAllocator of TensorFlow and XLA, and PyCUDA's
+memory pool, and were checked against figures measured on an H200. `driver_allocators.py` has the models of CuPy and
+Numba. The models count bytes and use no memory. They omit streams, garbage-collection thresholds, expandable segments,
+private pools, and the 10 s of retries of TensorFlow and JAX. They are not thread-safe: callers hold a lock.
 
 `Start` has the parameters with which a framework creates its allocator on a GPU. The functions `*_footprint` compute
 the driver bytes of one request.
@@ -24,7 +24,7 @@ from memguard._frameworks.simulated.arena import Arena, Chunk
 
 
 class AllocationRefused(Exception):
-    """The allocator cannot serve a request. Sizes are bytes; `driver` is set if the GPU itself was full."""
+    """The allocator cannot serve a request. Sizes are bytes. `driver` is the driver's error if the GPU was full."""
 
     def __init__(self, requested: int, held: int, cap: int | None, driver: SimulatedOutOfMemory | None) -> None:
         self.requested, self.held, self.cap, self.driver = requested, held, cap, driver
@@ -34,7 +34,7 @@ class AllocationRefused(Exception):
 
 
 class Allocator(ABC):
-    """One framework's allocator on one device, on top of the driver's `take` and `give` (bytes).
+    """One framework's allocator on one device. `take` and `give` allocate and free driver memory, in bytes.
 
     `held` is the bytes taken from the driver, `in_use` the bytes of live blocks by the framework's own count. `cap` may
     change at any time. A lower cap frees nothing.
@@ -49,8 +49,8 @@ class Allocator(ABC):
     def allocate(self, nbytes: int, *, exact: bool = False) -> int:
         """Allocate; returns the block's id. Raises AllocationRefused if the cap or the driver forbids it.
 
-        With `exact` a block that the allocator splits gets no slack, because the size of a recorded level already
-        includes it.
+        `exact`: `nbytes` was recorded from a real allocator and includes the slack of its block. So this allocator
+        splits larger blocks at exactly this size.
         """
         if nbytes < 1:
             raise ValueError(f"cannot allocate {nbytes} bytes")
@@ -77,7 +77,7 @@ class Allocator(ABC):
         """Release cached memory to the driver; returns the bytes."""
 
     def trim_partly(self, needed: int) -> None:
-        """Release about `needed` bytes if the allocator can release a part; otherwise the same as `trim`."""
+        """Release about `needed` bytes if the allocator can release less than `trim` does; otherwise `trim`."""
         self.trim()
 
     @abstractmethod
@@ -89,8 +89,7 @@ class Allocator(ABC):
         """Free the block; returns the bytes to subtract from `in_use`. KeyError if it is not live."""
 
     def _grow(self, nbytes: int) -> bool:
-        """Take bytes from the driver and count them as held. Raises AllocationRefused if the cap or the driver forbids
-        it."""
+        """Take bytes from the driver and count them as held. False if they exceed the cap or the driver refuses."""
         if not self._below_cap(nbytes) or not self._draw(nbytes):
             return False
         self._count(nbytes)
@@ -100,7 +99,7 @@ class Allocator(ABC):
         return self.cap is None or self.held + nbytes <= self.cap
 
     def _draw(self, nbytes: int) -> bool:
-        """Take bytes from the driver. Raises AllocationRefused if the driver refuses."""
+        """Take bytes from the driver. False if the driver refuses."""
         try:
             self._take(nbytes)
         except SimulatedOutOfMemory as error:
@@ -229,7 +228,7 @@ class BFCAllocator(Allocator):
         region = min(self._next_region, available)
         took = self._grow(region)
         if not took and not self._backed_off:
-            # The allocator tries smaller regions only after its first failure.
+            # The allocator tries smaller regions only once, at its first failure.
             self._backed_off = True
             while not took:
                 smaller = round_up(region * 9 // 10, self.ALIGN)
@@ -252,13 +251,14 @@ class BFCAllocator(Allocator):
 
 
 def serving(sizes: Iterable[int], short: int) -> int:
-    """The size of the cached block to free: the smallest with at least `short` bytes; else the largest."""
+    """The size of the cached block to free: the smallest block above `SMALL` that covers `short` bytes; else the
+    largest block."""
     kept = sorted(sizes)
     return next((size for size in kept if size > SMALL and round_up(size) >= short), kept[-1])
 
 
 def bin_number(nbytes: int) -> int:
-    """PyCUDA's bin for a request: the exponent of two, and the four bits below the leading one."""
+    """PyCUDA's bin for a request: the exponent of two, and the four bits below the highest set bit."""
     exponent = max(nbytes.bit_length() - 1, 0)
     shifted = nbytes >> exponent - 4 if exponent >= 4 else nbytes << 4 - exponent
     return exponent << 4 | shifted & 15
@@ -267,7 +267,7 @@ def bin_number(nbytes: int) -> int:
 def alloc_size(number: int) -> int:
     """The bytes that PyCUDA takes from the driver for a bin: the largest request of that bin.
 
-    Measured: 3 MiB + 1 requested, 3,276,799 managed.
+    Measured: a request of 3 MiB + 1 bytes takes 3,276,799 bytes.
     """
     exponent, mantissa = number >> 4, 16 | number & 15
     if exponent < 4:
@@ -276,17 +276,17 @@ def alloc_size(number: int) -> int:
 
 
 class PyCUDAPool(Allocator):
-    """`pycuda.tools.DeviceMemoryPool` with memguard's check before each driver allocation.
+    """`pycuda.tools.DeviceMemoryPool` with memguard's check of the cap before each driver allocation.
 
     `held` counts the driver's pages for the pool's blocks. Measured: the driver rounds a block above 1 MiB up to 2 MiB,
-    and packs smaller ones into 2 MiB slabs (modelled without gaps).
+    and packs smaller blocks into 2 MiB slabs (modelled without gaps).
     """
 
     SLAB_UP_TO = 1 * MIB
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
         super().__init__(take, give, cap)
-        self._bins: dict[int, int] = {}  # by bin: the number of cached blocks
+        self._bins: dict[int, int] = {}  # the number of cached blocks, by bin
         self._blocks: dict[int, int] = {}
         self._slabs = 0  # bytes of all small blocks
 
@@ -305,7 +305,8 @@ class PyCUDAPool(Allocator):
         return before - self.held
 
     def trim_partly(self, needed: int) -> None:
-        """Free the fewest cached blocks that suffice; pieces of slabs last, as a slab is freed with its last piece."""
+        """Free the fewest cached blocks that return `needed` bytes. Blocks in slabs come last, because the driver
+        returns a slab only with its last block."""
         before = self.held
         while self._bins and (short := needed - before + self.held) > 0:
             self._free_kept(bin_number(serving(map(alloc_size, self._bins), short)))
@@ -331,7 +332,7 @@ class PyCUDAPool(Allocator):
         while not self._grow(self._driver_bytes(size)):
             if not self._bins:
                 return False
-            self._free_kept(max(self._bins))  # if the driver refuses, PyCUDA frees its largest cached block first
+            self._free_kept(max(self._bins))  # while the driver refuses, PyCUDA frees its largest cached block
         if size <= self.SLAB_UP_TO:
             self._slabs += size
         return True
@@ -344,7 +345,7 @@ class PyCUDAPool(Allocator):
         self._shrink(self._driver_bytes(size))
 
     def _driver_bytes(self, size: int) -> int:
-        """The driver bytes of one more block."""
+        """The bytes that one more block takes from the driver."""
         if size > self.SLAB_UP_TO:
             return round_up(size)
         return round_up(self._slabs + size) - round_up(self._slabs)
@@ -377,7 +378,7 @@ def jax_default_limit(usable: int) -> int:
 
 
 class Start(NamedTuple):
-    """The parameters of an allocator when its framework starts on a GPU. `cap` is bytes; None: no cap."""
+    """The parameters with which a framework creates its allocator on a GPU. `cap` is in bytes; None: no cap."""
 
     take: Callable[[int], None]
     give: Callable[[int], None]
@@ -394,7 +395,7 @@ def bfc(start: Start) -> Allocator:
     return BFCAllocator(start.take, start.give, limit, start.growth)
 
 
-def xla(start: Start) -> Allocator:  # without preallocation, which the budget disables
+def xla(start: Start) -> Allocator:  # under a cap memguard disables preallocation
     limit = jax_default_limit(start.gpu.usable) if start.cap is None else start.cap
     return BFCAllocator(start.take, start.give, limit, growth=start.cap is not None, collects=False)
 

@@ -29,7 +29,7 @@ class Arena:
         return chunk
 
     def fit(self, size: int) -> Chunk | None:
-        """The smallest free chunk of at least that size; None if there is none. The chunk stays free."""
+        """The smallest free chunk of at least `size` bytes; None if there is none. The chunk stays free."""
         at = bisect.bisect_left(self._free, (size,))
         return self._free[at][2] if at < len(self._free) else None
 
@@ -72,7 +72,7 @@ class Arena:
         return dropped
 
     def drop(self, chunk: Chunk) -> None:
-        """Remove the region whose only chunk is this free one."""
+        """Remove a wholly free region, given by its only chunk."""
         self._remove(chunk)
 
     @staticmethod

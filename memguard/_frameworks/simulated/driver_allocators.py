@@ -1,7 +1,7 @@
 """Models of CuPy's pool and of Numba's memory manager, which make single driver allocations, and of the driver's pages.
 
-They follow the sources of CuPy's MemoryPool and Numba's memory manager, and were checked against figures measured on an
-H200. They omit streams, memory hooks, `gc.collect()`, pending modules and events, and `defer_cleanup`.
+The models follow the sources of CuPy's MemoryPool and Numba's memory manager, and were checked against figures measured
+on an H200. They omit streams, memory hooks, `gc.collect()`, pending modules and events, and `defer_cleanup`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from memguard._frameworks.simulated.allocators import Allocator, serving
 from memguard._frameworks.simulated.arena import Arena, Chunk
 
 UNIT = 512
-"""CuPy rounds requests up to this many bytes, and the driver rounds pieces of a slab up to it."""
+"""Bytes. CuPy rounds requests up to a multiple of this size; the driver does so with allocations in a slab."""
 
 
 class Piece(NamedTuple):
-    """One driver allocation: its bytes, and its chunk in a slab (None: it has its own pages)."""
+    """One driver allocation of `size` bytes. `part` is its chunk of a shared 2 MiB slab; None for separate pages."""
 
     size: int
     part: Chunk | None
 
 
 class SimulatedPages:
-    """The driver's pages for single allocations. `take` (False: refused) and `give` take and return whole pages of 2
-    MiB.
+    """Models how the driver places allocations in 2 MiB pages. `take` allocates pages (False if refused), `give` frees
+    them.
 
-    Measured: the driver rounds each allocation above 1 MiB up to 2 MiB, and puts a smaller one wholly into one slab of
-    2 MiB. Assumed: best fit within the slabs; a slab is freed with its last piece.
+    Measured: the driver rounds each allocation above 1 MiB up to 2 MiB, and places a smaller allocation within one slab
+    of 2 MiB. Assumed: best fit within the slabs; the driver frees a slab with its last allocation.
     """
 
     def __init__(self, take: Callable[[int], bool], give: Callable[[int], None]) -> None:
@@ -40,7 +40,7 @@ class SimulatedPages:
         self._parts: Counter[int] = Counter()
 
     def allocate(self, nbytes: int) -> Piece | None:
-        """Allocate; None if it needs a page and `take` refuses."""
+        """Allocate; None if a new page is needed and `take` refuses."""
         if nbytes > SMALL:
             pages = round_up(nbytes)
             return Piece(pages, None) if self._take(pages) else None
@@ -55,7 +55,7 @@ class SimulatedPages:
         return Piece(size, part)
 
     def gap(self, size: int) -> bool:
-        """Whether a slab has room for `size` bytes."""
+        """True if a slab has a free chunk of `size` bytes."""
         return size <= SMALL and self._slabs.fit(size) is not None
 
     def free(self, piece: Piece) -> None:
@@ -71,7 +71,7 @@ class SimulatedPages:
             self._give(GRANULE)
 
     def returned_by(self, pieces: Iterable[Piece]) -> int:
-        """The bytes that freeing these pieces would return to the driver."""
+        """The bytes that the driver would get back if these allocations were freed."""
         own = [piece.size for piece in pieces if piece.part is None]
         parts = Counter(_slab(piece.part) for piece in pieces if piece.part is not None)
         return sum(own) + GRANULE * sum(count == self._parts[slab] for slab, count in parts.items())
@@ -82,16 +82,16 @@ def _slab(part: Chunk) -> int:
 
 
 class CuPyPool(Allocator):
-    """CuPy's MemoryPool (14), one stream. `held` is its own count, `total_bytes()`: the driver's pages may be more.
+    """CuPy 14's MemoryPool with one stream. `held` is the pool's `total_bytes()`; the driver's pages may be larger.
 
-    Without a cap it models plain CuPy; with a cap, CuPy with memguard's allocator, which rounds by `whole_share`.
+    Without a cap, models plain CuPy; with a cap, CuPy with memguard's allocator, which rounds sizes by `whole_share`.
     """
 
     def __init__(self, take: Callable[[int], None], give: Callable[[int], None], cap: int | None = None) -> None:
         super().__init__(take, give, cap)
         self._pages = SimulatedPages(self._draw, self._give)
         self._arena = Arena()
-        self._pieces: dict[int, Piece] = {}  # by the start address of the arena's region
+        self._pieces: dict[int, Piece] = {}  # by the start address of the region
         self._blocks: dict[int, Chunk] = {}
 
     @property
@@ -107,13 +107,13 @@ class CuPyPool(Allocator):
         return before - self.held
 
     def _allocate(self, block: int, nbytes: int, exact: bool) -> int:
-        wrapped = self.cap is not None and not exact  # the sizes of a recorded level are already rounded
+        wrapped = self.cap is not None and not exact  # an `exact` size was recorded after rounding
         size = round_up(whole_share(nbytes) if wrapped else nbytes, UNIT)
         chunk = self._arena.fit(size) or self._miss(size)
         if chunk is None:
             self.trim()
             chunk = self._miss(size)
-        if chunk is None and wrapped:  # try the requested size, which may need no driver memory
+        if chunk is None and wrapped:  # the size before `whole_share` may need no new driver page
             size = round_up(nbytes, UNIT)
             chunk = self._arena.fit(size) or (self._miss(size) if self._pages.gap(size) else None)
         if chunk is None:
@@ -128,7 +128,7 @@ class CuPyPool(Allocator):
         return size
 
     def _miss(self, size: int) -> Chunk | None:
-        """A new chunk from the driver; None if the cap or the driver forbids it."""
+        """Allocate a chunk from the driver; None if it would exceed the cap or the driver refuses."""
         piece = self._pages.allocate(size) if self._below_cap(size) else None
         if piece is None:
             return None
@@ -141,9 +141,9 @@ class CuPyPool(Allocator):
 class NumbaMemory(Allocator):
     """Numba's memory manager. Without a cap it has no pool: each array is one driver allocation.
 
-    Freed memory stays held until more than ten frees, or more than a fifth of `total` (the device's bytes), are
-    pending. Under a cap memguard then pools the memory, and reuses it for requests that the driver rounds up to the
-    same size. `managed`: whether Numba's memory manager was created under a cap; it cannot change afterwards.
+    Numba defers frees until more than ten of them, or more than a fifth of `total` (the device's bytes), are pending.
+    Under a cap, memguard then keeps the freed memory in a pool, and reuses it for requests that the driver rounds up to
+    the same size. `managed`: whether Numba's memory manager was created under a cap; it cannot change afterwards.
     """
 
     MOST_PENDING, PENDING_SHARE = 10, 5
@@ -155,7 +155,7 @@ class NumbaMemory(Allocator):
         self._pages = SimulatedPages(self._grow, self._shrink)
         self.managed = cap is not None
         self._most = total // self.PENDING_SHARE
-        self._blocks: dict[int, tuple[Piece, int]] = {}  # with the requested bytes
+        self._blocks: dict[int, tuple[Piece, int]] = {}  # allocation and requested bytes, by block id
         self._pending: list[Piece] = []
         self._pending_bytes = 0
         self._pooled: dict[int, list[Piece]] = {}
@@ -165,7 +165,7 @@ class NumbaMemory(Allocator):
         return self._pages.returned_by([*self._pending, *(piece for kept in self._pooled.values() for piece in kept)])
 
     def trim(self) -> int:
-        """`deallocations.clear()`, which runs the pending frees; then free the pool."""
+        """Run the pending frees (`deallocations.clear()`), then free the pool."""
         before = self.held
         self._flush()
         while self._free_pooled_block():
@@ -173,7 +173,7 @@ class NumbaMemory(Allocator):
         return before - self.held
 
     def trim_partly(self, needed: int) -> None:
-        """Run the pending frees, then free the fewest pooled blocks that suffice; pieces of slabs last."""
+        """Run the pending frees, then free the fewest pooled blocks that return `needed` bytes; those in slabs last."""
         before = self.held
         self._flush()
         while self._pooled and (short := needed - before + self.held) > 0:
@@ -188,7 +188,7 @@ class NumbaMemory(Allocator):
         self._pending, self._pending_bytes = [], 0
 
     def _free_pooled_block(self, size: int | None = None) -> bool:
-        """Free one pooled block, of this size or the latest size. False if there is none."""
+        """Free one pooled block, by default of the size that was added last. False if the pool is empty."""
         if not self._pooled:
             return False
         size = next(reversed(self._pooled)) if size is None else size
@@ -210,7 +210,7 @@ class NumbaMemory(Allocator):
         return nbytes
 
     def _from_pool(self, nbytes: int) -> Piece | None:
-        """A pooled block; None if there is none. Also None above the cap, because pooled blocks must then be freed."""
+        """A pooled block; None if there is none, or if `held` exceeds the cap: `_allocate` then frees pooled blocks."""
         kept = self._pooled.get(whole(nbytes))
         if not kept or self.cap is None or self.held > self.cap:
             return None

@@ -15,7 +15,8 @@ NAME = "another process"
 
 
 class Attached:
-    """An array in mapped memory. The destructor of its last view calls `release` once, which must not block."""
+    """An array in mapped memory. Its destructor, after the last view is freed, calls `release`, which must not
+    block."""
 
     __slots__ = ("_release", "view")
 
@@ -23,13 +24,13 @@ class Attached:
         self.view, self._release = view, release
 
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():  # the process's end unmaps it anyway
+        if not ending():  # during finalization skip `release`: the kernel unmaps the memory at exit
             self._release()
 
 
 class OtherProcess(ProducerOnly):
-    """Mapped memory, whose exporter has waited for its work. It names no stream, so it is unmapped only once no kernel
-    uses it."""
+    """Adapter for mapped memory. The exporting process has waited for its own work on the memory. The offer names no
+    stream, so memguard unmaps the memory only after the consumer's work on it is done."""
 
     traits: ClassVar[Traits] = Traits(NAME, frozenset(), title="memory of another process")
 

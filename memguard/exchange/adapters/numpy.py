@@ -49,8 +49,8 @@ class NumPyArrays(Arrays):
         return array.copy(order="C")
 
     def compact(self, x: Any) -> Any:
-        """A copy aligned to 64 bytes, since NumPy aligns less, and TensorFlow aborts the process on a less aligned
-        address."""
+        """Copy to an address that is a multiple of 64, because TensorFlow aborts the process on any other address, and
+        NumPy aligns to less."""
         import numpy
 
         room: Any = numpy.empty(x.nbytes + _ALIGNED, numpy.uint8)

@@ -1,4 +1,4 @@
-"""Arrays of other libraries with a protocol, such as the buffers of RMM and cuda.core. Only as producers."""
+"""Exports arrays of other libraries by protocol, such as the buffers of RMM and cuda.core, and imports none."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memguard._frameworks.arrays.view import View
 
 
 class ProducerOnly(Arrays):
-    """Base of adapters that are never the consumer."""
+    """Base class of adapters that export arrays and import none."""
 
     module: ClassVar[str] = ""
     call: ClassVar[str] = ""
@@ -31,8 +31,8 @@ class ProducerOnly(Arrays):
 
 
 class ArrayInterface(ProducerOnly):
-    """Any object with `__cuda_array_interface__`. If it names no stream, the consumer waits for all work of the
-    context."""
+    """Any object with `__cuda_array_interface__`. If the interface names no stream, the consumer waits for all work in
+    the CUDA context."""
 
     traits: ClassVar[Traits] = Traits("__cuda_array_interface__", frozenset(), title="the CUDA array interface")
 
@@ -45,8 +45,8 @@ class ArrayInterface(ProducerOnly):
 
 
 class DLPack(ProducerOnly):
-    """Any object with `__dlpack__`. The consumer waits for all work of the context: cuda.core's buffers name no
-    stream."""
+    """Any object with `__dlpack__`. The consumer waits for all work in the CUDA context, because cuda.core's buffers
+    name no stream."""
 
     traits: ClassVar[Traits] = Traits("__dlpack__", frozenset(), title="DLPack")
 

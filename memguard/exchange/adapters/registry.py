@@ -1,4 +1,4 @@
-"""The array adapters by framework, as the rows name them. An adapter is imported when the first array needs it."""
+"""The array adapters by framework name. An adapter is imported when the first array needs it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _PROTOCOLS = (
 NAMES = tuple(_KNOWN)
 _SHORT = {alias: row.name for row in SPECS.values() for alias in row.aliases}
 _SHORT |= {short: name for name, known in _KNOWN.items() for short in known.short}
-"""Common other names of the frameworks."""
+"""The framework name by alias, such as `numpy` by `np`."""
 COMPACTORS = tuple(name for name, known in _KNOWN.items() if known.compacts)
 """Frameworks that accept any strides, and so can make compact copies for the others."""
 _ROOTS = {package: name for name, known in _KNOWN.items() for package in known.packages}
-"""The framework by package, for packages with another name than their framework."""
+"""The framework name by top-level package, where the two names differ."""
 
 
 def by_name(name: str) -> Arrays:
-    """The framework with this name. Raises ValueError if there is none."""
+    """The array adapter of the framework `name`. Raises ValueError for an unknown name."""
     if type(name) is str and name in _KNOWN:
         return _arrays(name)
-    if not isinstance(name, str):  # does not print an array, which would wait for the GPU
+    if not isinstance(name, str):  # the message omits the object: printing an array would wait for the GPU
         raise ValueError(
             f"the framework is given by its name, not as {type(name).__qualname__}\n"
             "    fix: memguard.exchange.to(x, 'torch')"
@@ -49,7 +49,7 @@ def by_name(name: str) -> Arrays:
 
 
 def of(x: Any) -> Arrays:
-    """The framework of the array `x`. Raises CannotShare if `x` is no array."""
+    """The adapter of the framework of the array `x`. Raises CannotShare if `x` is not an array."""
     kind: Any = type(x)
     try:
         known = _owners.get(kind)
@@ -87,9 +87,9 @@ def of(x: Any) -> Arrays:
 
 
 _owners: dict[Any, Arrays] = {}
-"""The framework by class of array, for classes seen before."""
+"""Cache of `of`: the adapter by class of the array."""
 _MOST = 1024
-"""The most cached classes: a program may create new ones without end."""
+"""The most cached classes, because a program may create an unlimited number of classes."""
 
 
 def _remember(kind: Any, owner: Arrays) -> None:
@@ -103,7 +103,8 @@ def _remember(kind: Any, owner: Arrays) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _frameworks_of(cls: Any) -> tuple[str, ...]:
-    """The frameworks that define the class or one of its bases. Only these are imported or called."""
+    """The names of the frameworks whose packages define the class or one of its bases. `of` imports only their
+    adapters."""
     roots = (str(base.__module__).partition(".")[0] for base in cls.__mro__)
     return tuple(name for name in dict.fromkeys(_ROOTS.get(root, root) for root in roots) if name in _KNOWN)
 

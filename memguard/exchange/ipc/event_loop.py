@@ -2,12 +2,11 @@
 
 It replaces asyncio's event loop for these reasons:
 
-- A destructor may call it, on any thread and inside any code. So `call_soon` takes no lock.
+- A destructor may call `call_soon`, on any thread and inside any code. So `call_soon` takes no lock.
 - A forked child must not change its parent's sockets. asyncio uses epoll, whose set of sockets a child shares with its
-  parent: a socket that one registers or removes is registered or removed for both. With poll each process has its own
-  set.
-- It starts with the first socket and ends soon after the last, both under the owner's lock. A program without exports
-  has no thread, no socket and no import of asyncio.
+  parent: if one process adds or removes a socket, it does so for both. With poll each process has its own set.
+- The thread starts with the first socket and ends soon after the last is closed, both under the owner's lock. A program
+  without exports has no thread, no socket and no import of asyncio.
 - Between two rounds no frame of the thread references the last callback, so the thread keeps no array alive.
 """
 
@@ -25,13 +24,14 @@ from collections.abc import Callable
 from memguard._base.logs import log as _log
 
 LINGER = 0.2
-"""Seconds that an idle thread waits before it ends: exports often follow each other."""
+"""Seconds that an idle thread waits before it ends, because a new export often follows soon."""
 
 
 class EventLoop:
-    """`lock` is the owner's re-entrant lock. `busy` returns whether the thread must stay.
+    """`lock` is the owner's re-entrant lock. `busy` returns True while the thread must not end.
 
-    The thread calls `check_deadlines` in each round. It returns the seconds until the next call is due, or None.
+    The thread calls `check_deadlines` in each round. `check_deadlines` returns the seconds until the next call is due,
+    or None.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EventLoop:
         for end in self._wakeup or ():
             end.close()
 
-    # The thread itself calls the methods below.
+    # Only the event loop's thread calls the methods below.
 
     def register(self, connection: socket.socket, call: Callable[[], None]) -> None:
         """Run `call` whenever the connection can be read."""
@@ -121,7 +121,7 @@ class EventLoop:
         return max(min(known), 0.001) if known else None
 
     def _finished(self) -> bool:
-        """Whether the thread was idle for `LINGER` seconds, so that no caller still uses the wakeup socket."""
+        """True if the thread was idle for `LINGER` seconds, so that no caller still uses the wakeup socket."""
         if self._calls or self._busy():
             self._idle_since = None
             return False

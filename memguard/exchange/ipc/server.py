@@ -1,8 +1,9 @@
 """Serves this process's exports and watches its attached arrays, with one thread and one socket while there are any.
 
-An open connection is a reference. The kernel closes it when its process ends in any way, so no count outlives its
-process. The thread never blocks on a peer: each peer has a few seconds to send its request, and gets one answer. The
-connections to one export, and to all exports together, are limited: each takes a file descriptor of this process.
+Each open connection counts as a reference to an export. The kernel closes the connections of a process that ends in any
+way, so no reference outlives its process. The thread never blocks on a peer: each peer has a few seconds to send its
+request, and gets one answer. The connections to one export, and to all exports together, are limited, because each uses
+a file descriptor of this process.
 
 A forked child inherits no export: it closes its copies of the sockets, serves nothing and releases nothing.
 """
@@ -31,7 +32,7 @@ from memguard.exchange.ipc.wire import Description
 REQUEST_TIMEOUT = 5.0
 """Seconds that a peer has to send its request."""
 MOST_WAITING = 32
-"""The most peers without a request yet. One more drops the peer that has waited longest."""
+"""The most connected peers that have sent no request yet. A further peer drops the one that has waited longest."""
 MOST_PEERS = 128
 """The most connections to one export at once."""
 _LONGEST = 107
@@ -41,8 +42,8 @@ _LONGEST = 107
 class Export:
     """One array that other processes may attach. `fd` is its memory's file descriptor; `release` frees the memory.
 
-    `kept_by_attachers`: processes that attached the array keep its memory after this process releases it. Otherwise
-    this process releases it after their last connection has closed.
+    `kept_by_attachers`: True if attached processes keep the memory after this process has released it. If False, this
+    process releases the memory only after the last attached process has disconnected.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Export:
         self.peers: set[_Peer] = set()
 
     def release(self) -> None:
-        """Release the memory, once, and drop the function that does it, as it references the array."""
+        """Call the `release` function once, and drop it, because it references the array."""
         release, self._release = self._release, _nothing
         release()
 
@@ -73,7 +74,7 @@ def process_connection_limit() -> int:
 
 
 class _Peer:
-    """A connection of another process."""
+    """A connection from another process. `export` is None until this process has accepted the request."""
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self.connection, self.pid = connection, pid
@@ -83,7 +84,8 @@ class _Peer:
 
 
 class Server:
-    """`_lock` guards the exports and the thread's start and end; the thread alone uses the other attributes.
+    """`_lock` guards the exports and the thread's start and end; only the event loop's thread uses the other
+    attributes.
 
     The lock is re-entrant: a destructor in the user's program may close a handle inside any of these methods.
     """
@@ -113,12 +115,12 @@ class Server:
             return self.path
 
     def find(self, token: str) -> Export | None:
-        """An export of this process that is open, or has connections; else None."""
+        """This process's export with the token, if it is open or has connections; else None."""
         with self._lock:
             return self._exports.get(token)
 
     def close(self, export: Export) -> None:
-        """Refuse new connections to the export. A second call does nothing."""
+        """Refuse new connections, and release the memory once no attached process needs this process to keep it."""
         with self._lock:
             if export.closed:
                 return
@@ -137,13 +139,14 @@ class Server:
             return len({peer.pid or id(peer) for peer in list(export.peers)})
 
     def counts(self) -> tuple[int, int]:
-        """The number of this process's exports that are open or attached, and of arrays attached here."""
+        """The number of exports of this process that are open or attached, and of other processes' arrays that
+        this process has attached."""
         with self._lock:
             offered = sum(export.description.kind != wire.NOTHING for export in list(self._exports.values()))
             return offered, len(self._attached)
 
     def watch(self, connection: socket.socket, ended: Callable[[], None]) -> None:
-        """Call `ended` on the thread when the other end closes the connection. Raises OSError."""
+        """Call `ended` on the event loop's thread when the exporter closes the connection. Raises OSError."""
         with self._lock:
             self._attached.add(connection)
             try:
@@ -154,7 +157,8 @@ class Server:
         self._loop.call_soon(functools.partial(self._watch, connection, ended))
 
     def detach(self, connection: socket.socket, undo: Callable[[], None]) -> None:
-        """Run `undo` on the thread, then close a watched connection. Takes no lock, as destructors call it."""
+        """Run `undo` on the event loop's thread, then close a watched connection. Lock-free, because destructors call
+        it."""
         self._loop.call_soon(functools.partial(self._detach, connection, undo))
 
     def abandon(self) -> None:
@@ -173,7 +177,7 @@ class Server:
         self._loop.abandon()
 
     def at_exit(self) -> None:
-        """At the process's exit: remove the socket's file."""
+        """Remove the socket's file. Called at the process's exit."""
         with self._lock:
             self._stop_listening()
 
@@ -216,7 +220,7 @@ class Server:
         _prepare()
         self._loop.start()
 
-    # The thread alone calls the methods below.
+    # Only the event loop's thread calls the methods below.
 
     def _busy(self) -> bool:
         return bool(self._exports or self._attached or self._waiting or self._listener is not None)
@@ -234,7 +238,7 @@ class Server:
             connection, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # no file descriptor left: the peer stays in the queue
+        except OSError as error:  # no free file descriptor: the peer stays in the listen queue
             _log.debug("exchange: accept: %s", error)
             time.sleep(0.02)
             return
@@ -268,7 +272,7 @@ class Server:
             self._drop(peer, str(error))
 
     def _answer(self, peer: _Peer, token: str) -> None:
-        with self._lock:  # no other thread closes the file descriptor while it is sent
+        with self._lock:  # so that no other thread closes the file descriptor during the send
             found = [export for export in list(self._exports.values()) if hmac.compare_digest(export.token, token)]
             if not found or found[0].closed:
                 raise wire.BadMessage("its token is unknown")
@@ -349,8 +353,8 @@ _charge_lock = threading.RLock()
 
 
 def charge(ordinal: int, nbytes: int) -> None:
-    """Add `nbytes` (negative: subtract) to this process's share of a GPU held for, or inherited from, other
-    processes."""
+    """Add `nbytes` (may be negative) to the bytes that this process holds for attached processes, or for an exporter
+    that has ended."""
     with _charge_lock:
         lifetimes.held_for_processes[ordinal] += nbytes
         if not lifetimes.held_for_processes[ordinal]:
@@ -359,7 +363,7 @@ def charge(ordinal: int, nbytes: int) -> None:
 
 _server = Server()
 _inherited: list[Server] = []
-"""In a forked child, the parent's servers: the child must not free their objects."""
+"""In a forked child, keeps the parent's servers alive: their exports' destructors must not run in the child."""
 
 
 def current() -> Server:

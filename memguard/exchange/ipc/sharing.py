@@ -3,8 +3,8 @@
     handle = memguard.exchange.export(x)              # in one process; str(handle) goes through a pipe
     y = memguard.exchange.attach(handle, "cupy")      # in another
 
-By default `export` copies the array into its own allocation, because a driver handle opens a whole allocation. Guide:
-docs/exchange-processes.md.
+By default `export` copies the array into its own allocation, because a driver's IPC handle exposes the whole allocation
+around the array. Guide: docs/exchange-processes.md.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT = 10.0
 """Seconds that an exporter has to answer."""
 _SPARE = 256
-"""Bytes. A smaller gap after an array contains no other array: TensorFlow's pieces, the smallest of all, have this
-size."""
+"""Bytes. A smaller gap after an array cannot contain another array: the smallest chunks of all frameworks
+(TensorFlow's) have this size."""
 _TEXT = re.compile(
     rf"memguard-export:1:(?P<token>{wire.TOKEN}):(?P<uuid>{wire.UUID}):(?P<dtype>[a-z0-9_]{{1,30}}):"
     rf"(?P<shape>(\d{{1,19}}(x\d{{1,19}}){{0,{MOST_DIMENSIONS - 1}}})?):(?P<path>/[^\0\n]{{1,200}})",
@@ -118,8 +118,8 @@ class Handle:
 def export(x: Any, *, copy: bool = True) -> Handle:
     """Offer the GPU array `x`, of any framework, to other processes of this user until the handle is closed.
 
-    `copy=True` copies it on the GPU into a new allocation (whole pieces of 2 MiB), which all attached processes share.
-    `copy=False` shares the array's own memory, which requires that the driver's block contains nothing else. The host
+    `copy=True` copies it on the GPU into a new allocation (a multiple of 2 MiB), which all attached processes share.
+    `copy=False` shares the array's own memory, which requires that the driver's block contains no other array. The host
     waits for work on the array. Raises CannotShare; ValueError and DeviceError as `to` does.
     """
     suspension.check("memguard.exchange.export")
@@ -158,7 +158,7 @@ def attach(handle: Handle | str, framework: ArraysName, *, copy: bool | None = N
 
     `handle` may be its text. `copy` and `stream` are as in `to`; `copy=True` makes a copy in this process's own memory.
     The memory stays mapped as long as any view of it lives, also after the exporter closes it or ends. Initialises CUDA
-    if needed. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is no handle.
+    if needed. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is invalid.
     """
     suspension.check("memguard.exchange.attach")
     arguments.check(copy, None, registry.by_name(framework))
@@ -190,13 +190,13 @@ def attach(handle: Handle | str, framework: ArraysName, *, copy: bool | None = N
 
 
 class _Attachment:
-    """Mapped memory, and its charge to this process once the exporter has ended. Used on the server's thread."""
+    """Mapped memory, which counts as this process's once the exporter has released it. Used on the server's thread."""
 
     def __init__(self, mapping: Mapping | None, ordinal: int, size: int) -> None:
         self._mapping, self._ordinal, self._size, self._charged = mapping, ordinal, size, 0
 
     def exporter_gone(self) -> None:
-        """Charge the memory to this process, as the driver does once the exporter has released it or ended
+        """Count the memory as this process's, as the driver does once the exporter has released it or ended
         (measured)."""
         self._charged = self._size
         charge(self._ordinal, self._charged)
@@ -235,7 +235,7 @@ def _freed(device: int, allocation: Allocation) -> None:
 
 
 def _own_memory(x: Any, producer: Arrays, offer: Offer, uuid: str) -> Export:
-    """The export of the array's own memory, if nothing else lies in the driver's block."""
+    """Export the array's own memory. Raises CannotShare if the driver's block contains other arrays."""
     view, obstacle = offer.view, producer.obstacle(x)
     if obstacle is not None:
         raise CannotShare(offer.producer, NAME, obstacle.reason, obstacle.remedy)
@@ -259,7 +259,8 @@ def _own_memory(x: Any, producer: Arrays, offer: Offer, uuid: str) -> Export:
 
 
 def _request(connection: socket.socket, handle: Handle, framework: str) -> tuple[Description, int | None]:
-    """The exporter's answer, and its file descriptor, which the caller must close."""
+    """Request an export. Returns the array's description, and the memory's file descriptor, which the caller must
+    close."""
     connection.settimeout(ANSWER_TIMEOUT)
     with _socket_errors_as_cannot_share(framework):
         _connect(connection, handle.path)
@@ -282,8 +283,8 @@ def _request(connection: socket.socket, handle: Handle, framework: str) -> tuple
 
 
 def _connect(connection: socket.socket, path: str) -> None:
-    """Connect, with retries: if many processes connect at once, the exporter's queue may be full, and a Unix socket
-    fails at once."""
+    """Connect, with retries, because a Unix socket fails immediately while the exporter's listen queue is full, as when
+    many processes connect together."""
     deadline = time.monotonic() + ANSWER_TIMEOUT
     while True:
         try:
@@ -296,7 +297,7 @@ def _connect(connection: socket.socket, path: str) -> None:
 
 @contextlib.contextmanager
 def _socket_errors_as_cannot_share(framework: str) -> Iterator[None]:
-    """Raise the errors of the socket as CannotShare."""
+    """Convert errors of the socket to CannotShare."""
     try:
         yield
     except wire.BadMessage as error:

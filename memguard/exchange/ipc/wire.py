@@ -1,8 +1,8 @@
 """The socket messages between two processes: a length followed by short JSON. Each is validated before use.
 
 The attaching process sends `{"memguard": 1, "token": …}`. The exporter answers with the description of the array and
-the file descriptor of its memory. The connection then stays open without messages: it is a reference to the memory. If
-the array has too many connections already, the exporter answers with a refusal and closes this one.
+the file descriptor of its memory. The connection then stays open without messages: it counts as a reference to the
+memory. If the array has too many connections already, the exporter answers with a refusal and closes the new one.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _HEAD = struct.Struct(">I")
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 _MOST = 1 << 62
 UUID, TOKEN = r"[A-Za-z0-9./-]{1,100}", r"[0-9a-f]{32}"
-"""Regular expressions, for ASCII text."""
+"""Regular expressions for a GPU's UUID and an export's token, in ASCII text."""
 FILE, BLOCK, NOTHING = "file", "block", "nothing"
-"""The transport of the memory: a file descriptor, a block's handle, or none (an array without elements)."""
+"""How the memory is passed: by file descriptor, by the IPC handle of a block, or not at all (no elements)."""
 
 EXPORT, PROCESS = "export", "process"
-"""Which limit on connections is reached: of the one export, or of all exports of the exporter together."""
+"""Values of `Refusal.full`: the connections to this export, or to all exports of the process, are at their limit."""
 MOST_HOLDERS = 1 << 20
-"""The upper bound of such a limit."""
+"""The largest limit that a valid refusal contains."""
 
 
 class BadMessage(ValueError):
-    """A message that no memguard sends."""
+    """A message that violates the protocol."""
 
 
 class Peer(NamedTuple):
@@ -63,7 +63,7 @@ class Description(NamedTuple):
     handle: str = ""
 
     def view(self, address: int, device: int | None) -> View:
-        """The array, if its memory begins at `address`."""
+        """A view of the array in the allocation mapped at `address`."""
         return View(address + self.offset, self.shape, self.strides, self.dtype, device, self.readonly)
 
     def message(self) -> dict[str, Any]:
@@ -81,7 +81,7 @@ class Refusal(NamedTuple):
 
 
 def refusal(message: dict[str, Any]) -> Refusal | None:
-    """The exporter's refusal, validated; None if the message is no refusal. Raises BadMessage."""
+    """Validate the exporter's refusal; None if the message is not a refusal. Raises BadMessage."""
     if "full" not in message:
         return None
     full, limit = message["full"], message.get("limit")
@@ -93,7 +93,7 @@ def refusal(message: dict[str, Any]) -> Refusal | None:
 
 
 def description(message: dict[str, Any]) -> Description:
-    """The exporter's answer, validated. Raises BadMessage, also if the array exceeds its memory."""
+    """Validate the exporter's description. Raises BadMessage, also if the array exceeds its allocation."""
     fields = {name: message.get(name) for name in Description._fields}
     if message.get("memguard") != VERSION or set(message) != {"memguard", *Description._fields}:
         raise BadMessage("it is not a description of an array")
@@ -177,8 +177,8 @@ def same_user(process: Peer) -> bool:
 
 
 def send(connection: socket.socket, message: dict[str, Any], fd: int | None = None) -> None:
-    """Send a message and, if given, a file descriptor. Raises OSError if the socket does not accept all of it at
-    once."""
+    """Send a message and, if given, a file descriptor. Raises OSError if the socket does not accept the whole
+    message in one call."""
     data = encode(message)
     ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
     try:
