@@ -1,20 +1,22 @@
-"""Every exception that memguard raises. Exceptions that a program may have to catch are also names of `memguard`.
+"""Every exception that memguard raises.
+
+Exceptions that a program may have to catch are also attributes of the package `memguard`.
 
 ::
 
     MemguardError
-    ├── ProblemsError        base of the next two: `problems`
+    ├── ProblemsError        base of the next two, with all `problems`
     │   ├── ConfigError      the budget file is wrong: every problem, with line and fix (exit code 2)
     │   └── PlanError        the budget is right but does not fit these devices (exit code 2)
     ├── DeviceError          no NVIDIA driver, no GPU, or NVML refuses (exit code 3)
-    ├── CapNotApplied        a declared cap cannot hold as declared: reason and remedy
-    │   └── ConflictingSetting   because of a setting that the user made: `setting` names it
+    ├── CapNotApplied        a framework cannot be capped as declared: `reason` and `remedy`
+    │   └── ConflictingSetting   because of a `setting` that the user made
     ├── BudgetExceeded       `require` or `workload`: the requested memory is not available
-    ├── LeaseRefused         `device: {lease: true}`: other processes hold the GPU (`holders`), or it is too small
-    ├── UnderPressure        `on_pressure: [raise]`, at the next checkpoint
-    ├── CannotShare          `exchange`: an array cannot be shared or copied as requested: reason and remedy
-    ├── CannotSuspend        this process cannot be suspended now: `reasons`; nothing was changed
-    ├── CannotResume         it stays suspended and intact: the GPU is too full, or the driver does not answer
+    ├── LeaseRefused         `device: {lease: true}`: other processes (`holders`) hold the GPU, or the GPU is too small
+    ├── UnderPressure        critical pressure under `on_pressure: [raise]`, at the next checkpoint
+    ├── CannotShare          `exchange`: an array cannot be shared or copied as requested: `reason` and `remedy`
+    ├── CannotSuspend        this process cannot be suspended now (`reasons`); nothing was changed
+    ├── CannotResume         the process stays suspended: the GPU is too full, or the driver does not answer
     ├── Suspended            a call that needs the GPU, in a suspended process
     ├── NotActive            a call that needs `memguard.init` first
     ├── AlreadyActive        another budget is active; `replace=True` replaces it
@@ -193,8 +195,8 @@ class CannotSuspend(MemguardError):
 
 
 class CannotResume(MemguardError):
-    """The process stays suspended and intact; the text has the cause and the fix. `lost` is True if the driver
-    destroyed the process's GPU state."""
+    """The process stays suspended and intact, unless `lost` is True: then the driver destroyed the process's GPU state.
+    The text has the cause and the fix."""
 
     def __init__(self, said: str | Advice = "", *, fix: str = "", lost: bool = False) -> None:
         self.lost = lost

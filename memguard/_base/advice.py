@@ -66,8 +66,8 @@ class Problem:
 class InvalidValue(ValueError):
     """A malformed value. `advice.fix` names a replacement; it is empty if none can be derived.
 
-    `general` is True if the fix is only an example of the format. pydantic stores the exception of a validator in its
-    own error as `ctx["error"]`, where callers can read the fix.
+    `general` is True if the fix is only an example of the format. pydantic's own error has a validator's exception as
+    `ctx["error"]`, so that callers can read the fix.
     """
 
     def __init__(self, reason: str, fix: str = "", general: bool = False) -> None:

@@ -29,8 +29,8 @@ class Block(Generic[T]):
     """A context manager for `with` and `async with`. `begin` returns the value for `as` and the function that ends the
     block; `begin_in_loop` is a coroutine function that does the same without blocking the event loop.
 
-    As a decorator it enters a new block for each run of the function's body. For a coroutine or generator the block
-    begins at the first step of the body, and ends when the body returns, raises or is closed.
+    As a decorator, a `Block` enters a new block for each run of the function's body. For a coroutine or generator the
+    block begins at the first step of the body, and ends when the body returns, raises or is closed.
     """
 
     def __init__(

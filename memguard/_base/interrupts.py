@@ -16,9 +16,9 @@ from typing import Any
 class deferred_signals:  # noqa: N801 - used like a function: `with deferred_signals():`
     """Within the block, records signals that have a Python-level handler; their handlers run when the block ends.
 
-    A handler runs once for each delivery: after two Ctrl-C it runs twice. An exception of a handler propagates out of
-    the block; if the block raised too, the block's exception becomes its `__context__`. A handler that the block
-    installs stays installed, runs without deferral, and receives the deliveries recorded for its signal.
+    A handler runs once for each delivery: twice after two Ctrl-C. An exception of a handler propagates out of the
+    block; its `__context__` is then the block's own exception, if any. A handler that the block installs stays
+    installed, runs without deferral, and receives the deliveries recorded for its signal.
 
     Defers nothing on threads other than the main thread and in subinterpreters, where Python runs no handlers, and
     within another `deferred_signals` block. Does not change handlers in C (faulthandler, the wakeup fd, `SIG_DFL`) and

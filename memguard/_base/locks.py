@@ -29,9 +29,9 @@ _awaited: list[int] = []
 class LockOrder(IntEnum):
     """The lock order, outermost first: a thread that holds one of these locks may wait only for later ones.
 
-    It may not wait for a lock that it already holds. Non-blocking attempts are allowed in any order. So are waits by a
-    call that interrupted another memguard call, because `InterruptSafeLock` bounds them. Locks not listed (NVML's, the
-    shared pool's, the leases') are leaf locks: code that holds one must not wait for another lock of memguard.
+    No thread may wait for a lock that it already holds. Non-blocking attempts are allowed in any order. So are waits by
+    a call that interrupted another memguard call, because `InterruptSafeLock` bounds them. Locks not listed (NVML's,
+    the shared pool's, the leases') are leaf locks: code that holds one must not wait for another lock of memguard.
     """
 
     SUSPENSION = 1
@@ -54,7 +54,7 @@ class LockOrder(IntEnum):
 
 
 check_order: Callable[[Any, LockOrder], Any] | None = None
-"""Wraps a lock in one that checks the lock order. Set by tests before the locks are created."""
+"""Wraps a lock in a lock that checks the lock order. Set by tests before memguard's locks are created."""
 
 
 def ordered(lock: Any, order: LockOrder) -> Any:

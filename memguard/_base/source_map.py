@@ -17,7 +17,7 @@ from memguard._base.units import short
 MAX_DEPTH = 16
 MAX_NODES = 10_000
 MAX_TEXT = 4096
-"""Characters in one key or value: longer than any valid path, name or number."""
+"""The maximum length of a key or value: longer than any valid path, name or number."""
 MAX_BITS = 1 << 17
 """The maximum number of bits of a whole number in a Python mapping: a larger number is slow to print."""
 

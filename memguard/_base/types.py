@@ -1,4 +1,4 @@
-"""memguard's data types. All sizes are bytes; None means unknown, never 0.
+"""memguard's data types, in which all sizes are bytes, and None means unknown, never 0.
 
 `docs/words.md` defines the terms. At import, Python generates and compiles six methods for each frozen dataclass, which
 takes 0.4 ms; a NamedTuple takes 0.06 ms. So types that only memguard creates and reads are NamedTuples.

@@ -42,7 +42,7 @@ def auto_reserve(
 
 
 def workspace(name: str) -> int:
-    """The reserve for a framework, or for a library that `Framework.libraries` names, in bytes."""
+    """The bytes that `reserve: auto` includes for a framework, or for a library that `Framework.libraries` names."""
     found = _outside(name)
     return found.workspace if found is not None else 128 * MIB
 
@@ -70,7 +70,7 @@ class _Rule(Generic[T]):
 
 
 def plan(budget: Budget, devices: Sequence[Device], sharing: Sharing | None = None) -> Plan:
-    """Resolve the budget against the devices. Raises PlanError if it does not fit one of them.
+    """Resolve the budget against the devices. Raises PlanError if the budget does not fit one.
 
     `sharing` gives the number of ranks that share each device. The plan is then for one rank: each limit is the
     budget's limit divided by that number, rounded down to granules. Without `sharing`, the number comes from a budget
@@ -460,8 +460,8 @@ def guaranteed_cap(part: DevicePlan, framework: str) -> int:
 
 def elastic_advice(refusal: Refusal, part: DevicePlan, room: Room) -> Advice:
     """The advice for a refusal. If an elastic cap refused the request, the advice adds the framework's min and max, the
-    cap that it can reach for certain, the frameworks whose live arrays occupy memory that it could borrow, and the min
-    or max to change."""
+    cap that this framework can certainly reach, the frameworks whose live arrays occupy memory that it could borrow,
+    and the min or max to change."""
     framework = refusal.framework
     if framework not in part.elastic or not isinstance(refusal, OverCap):
         return refusal.advice()
@@ -639,14 +639,13 @@ def admit(
     memory: MemoryInfo,
     allocator: str = "",
 ) -> Admission:
-    """Decide whether `framework` can allocate `needed` more bytes on one device, within its cap and the GPU's free
-    memory.
+    """Decide whether `framework` can allocate `needed` more bytes on one device, within its cap and the free memory.
 
-    `usages` has the usage of each allocator; `allocator` names the framework's allocator, if it is not the framework's
-    own. `footprint` is the bytes that this allocator would allocate from the driver. `admit` refuses only a request
-    that is certain to fail. So the allocator's own cache counts as available: the allocator returns reclaimable bytes
-    by itself, and the remaining cache may serve the request. If the held bytes are unknown (TensorFlow with growth),
-    the bytes of live arrays count in their place.
+    `usages` has the usage of each allocator; `allocator` names the allocator that serves the framework, by default one
+    with the framework's name. `footprint` is the bytes that this allocator would allocate from the driver. `admit`
+    refuses only a request that is certain to fail. So the allocator's own cache counts as available: the allocator
+    returns reclaimable bytes by itself, and the remaining cache may serve the request. If the held bytes are unknown
+    (TensorFlow with growth), the bytes of live arrays count in their place.
     """
     allocator = allocator or framework
     own = usages.get(allocator) or Usage(held=0, in_use=0)

@@ -209,7 +209,7 @@ def _near(word: str, words: Iterable[str]) -> str:
 
 
 def _words(info: Any) -> tuple[str, ...]:
-    """The words that a field, or each entry of its list, accepts."""
+    """The words that a field accepts, or that each item of a list may be."""
     if info.annotation is bool:
         return "true", "false"
     kind = get_args(info.annotation)[0] if get_origin(info.annotation) is tuple else info.annotation
@@ -389,7 +389,7 @@ def _written(value: object) -> str:
 
 
 def _home(name: str, value: object, fields: Fields, data: object) -> str:
-    """The fix for a key that belongs to another level; "" if it belongs to none."""
+    """The fix for a key that is valid at another level; "" if no level has the key."""
     for level in ("frameworks", "device", "monitor", "metrics", "suspend", "doctor", *SPECS):
         if name in fields[level]:
             if level in SPECS and name in SIZES:

@@ -64,8 +64,8 @@ class Violation(NamedTuple):
     """A problem without a line number.
 
     `at_key` is True if the problem is reported at the key rather than at the value. If `alone` is True, no other
-    violation at or below `loc` is reported. No violation is reported at or below the paths in `instead` either, because
-    this one explains them.
+    violation at or below `loc` is reported. Violations at or below the paths in `instead` are not reported either,
+    because this violation explains them.
     """
 
     loc: Loc

@@ -222,7 +222,7 @@ def _suggestion(value: object, bare: str) -> str | None:
 
 
 def _with_suggestion(error: InvalidValue, value: object, bare: str, fits: Callable[[str], bool]) -> InvalidValue:
-    """The error with the suggested value as its fix, if there is one."""
+    """Replace the fix of `error` by the suggested value; return `error` unchanged if no suggestion fits."""
     text = _suggestion(value, bare)
     said = f"write '{text}'", f"write for example '{text}'"
     if text is None or not fits(text) or error.advice.fix.startswith(said):
