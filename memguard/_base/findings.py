@@ -28,7 +28,7 @@ class Page:
     section: str
     order: int
     text: str
-    """What `memguard doctor --explain` prints: the title and the body, without the front matter."""
+    """The output of `memguard doctor --explain`: the title and the body, without the front matter."""
 
 
 def page(name: str) -> Page:

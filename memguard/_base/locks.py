@@ -91,7 +91,7 @@ class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers
 
     def __enter__(self) -> bool:  # type: ignore[override]  # typeshed declares it as `acquire`
         if self._is_owned():
-            # Acquire by unpacking: after a call expression a signal handler may run, and raise with the lock held.
+            # Acquire from C, by `map`: after a call in Python a signal handler may run, and raise with the lock held.
             (taken,) = map(_acquire, (self,))
             return taken
         try:

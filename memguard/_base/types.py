@@ -45,7 +45,7 @@ class Device:
     `total` is the total that NVML reports; `reserved` is the memory of this total that the driver reserves (NVML v2;
     None on older drivers). `usable` is total − reserved, on an H200 measured equal to the total that CUDA reports.
 
-    `unified` is True if the GPU has no memory of its own and allocates the machine's (DGX Spark's GB10, Jetson). NVML
+    `unified` is True if the GPU has no memory of its own and uses the machine's (DGX Spark's GB10, Jetson). NVML
     then reports no memory: `total` is `cuDeviceTotalMem`, and `reserved` is None.
     """
 

@@ -192,7 +192,7 @@ class _Misfits:
         shares, limits = _parts(budget)
         elastic = [name for name, part in budget.frameworks.items() if part.min is not None]
         lowered = values.as_text(suggestions.fitting(shares, limits, min(self.rooms)), elastic)
-        raised = "" if self.most else ", or raise device.limit"  # with `most`, the limit already exceeds a GPU
+        raised = "" if self.most else ", or raise device.limit"  # if `most` is set, a limit already exceeds a GPU
         if not lowered:
             return f"not even the smallest caps fit: name fewer frameworks{raised}"
         parts = "shares, limits or minima" if elastic else "shares or limits"

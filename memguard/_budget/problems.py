@@ -270,7 +270,7 @@ def _instead_of(
         if normal in allowed:
             return normal
         near = alias if (alias := _KEYS.get(normal, "")) in allowed else _near(normal, allowed)
-        other = {"min": "max", "max": "min"}.get(near, "")  # `mix` is as close to `min` as to `max`
+        other = {"min": "max", "max": "min"}.get(near, "")  # `mix` resembles `min` and `max`
         return other if near in siblings and other and other not in siblings and _near(normal, [other]) else near
 
     if cut := suggestions.decimals(name, siblings):

@@ -101,7 +101,7 @@ def check(data: Mapping[str, Any], budget: Checked | None) -> list[Violation]:
     violations += _amounts(frameworks, parts, scopes)
     if data.get("strategy") == "pool":
         violations += _pool(frameworks)
-    if budget is None:  # checked only now, because a valid budget cannot have these violations
+    if budget is None:  # violations that a valid budget cannot have
         violations += _of_others(frameworks)
         violations += _misplaced(data)
         violations += _same_device(devices)
@@ -485,5 +485,5 @@ def _mapping(value: object) -> Mapping[str, Any]:
 def _read(read: Callable[[Any], T], value: object) -> T | None:
     try:
         return None if value is None else read(value)
-    except ValueError:  # also pydantic's errors
+    except ValueError:  # includes pydantic's ValidationError
         return None

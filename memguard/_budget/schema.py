@@ -463,7 +463,7 @@ _UNREADABLE = {
 
 
 def _unreadable(error: OSError | TypeError | ValueError) -> Problem:
-    if not isinstance(error, OSError):  # ValueError: a NUL in the path
+    if not isinstance(error, OSError):  # a wrong type, or a NUL character in the path
         return Problem("is not a path", "give the path of the budget file")
     other = Problem(f"cannot be read: {error.strerror or type(error).__name__}", "check the path")
     return _UNREADABLE.get(type(error), other)

@@ -137,7 +137,7 @@ def share(value: object) -> Fraction:
     text = value if isinstance(value, str) and "%" not in value else ""
     if text and (size := _suggestion(text, "%")) and not size.endswith("%"):
         raise InvalidValue(f"a share is a percentage, found the size {excerpt(value)}", f"write 'limit: {size}'")
-    return percent(value)  # accepts a Fraction; raises the error for anything else
+    return percent(value)  # accepts a Fraction; raises an error for any other type
 
 
 def limit(value: object) -> int:
@@ -191,7 +191,7 @@ def _part_or_bytes(value: object, example: str) -> Fraction | int:
         return size(value)
     except ValueError:
         if _is_part(value):
-            return percent(value)  # raises the error with the syntax
+            return percent(value)  # raises the error that shows the valid syntax
         bare = excerpt(value).strip("' ")
         if not re.fullmatch("100|[1-9][0-9]?", bare):
             raise
