@@ -1,4 +1,4 @@
-"""memguard's public functions, which act on the active budget of this process, and the table of extensions."""
+"""memguard's public functions, which act on this process's active budget, and the table of extensions."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ EXTENSIONS = {
     "suspend.when_idle": "memguard._node.suspend.triggers.when_idle:WhenIdle",
     "suspend": "memguard._node.suspend.triggers.listener:Reachable",
 }
-"""The extension of each section of a budget, in the order of `start`. It is imported only if the budget has the
-section."""
+"""The class that implements each optional section of a budget, in the order in which the extensions start. An extension
+is imported only if the budget has its section."""
 this.extensions = EXTENSIONS
 
 
@@ -42,24 +42,25 @@ def init(
 ) -> Guard:
     """Apply a budget to this process: a file's path, a mapping, or a `Budget`.
 
-    Call it first; frameworks may be imported before or after. The same budget again does nothing; another one needs
-    `replace=True`. `simulate="h200"` (or several names) applies it to simulated GPUs instead of real ones; under
-    `memguard run --device`, and with `MEMGUARD_SIMULATE=h200`, that is the default.
+    Call `init` before the other functions; frameworks may be imported before or after it. A second call with the same
+    budget does nothing; a call with another budget needs `replace=True`. `simulate="h200"` (or several names) applies
+    the budget to simulated GPUs instead of real ones. Under `memguard run --device`, and with `MEMGUARD_SIMULATE=h200`,
+    GPUs are simulated by default.
 
-    Without `simulate`, `MEMGUARD_DISABLE=1` makes it apply nothing. `missing_gpu` decides what happens if this process
-    has no GPU (no driver, none visible, not Linux): "raise" DeviceError; "warn" once and apply nothing; "simulate" one,
-    an H200, which a line on stderr says. A GPU whose driver is broken is not missing, and always raises DeviceError.
-    Where nothing is applied, the guard is not active, `ledger()` is empty, and `require`, `workload`, `resize`, `trim`
-    and `checkpoint` do nothing.
+    Without `simulate`, `MEMGUARD_DISABLE=1` makes `init` apply nothing. `missing_gpu` decides what happens if this
+    process has no GPU (no driver, no visible GPU, not Linux). "raise" raises DeviceError. "warn" logs one warning and
+    applies nothing. "simulate" simulates one H200 and prints a line about it to stderr. A GPU whose driver is broken is
+    not missing, and always raises DeviceError. If nothing is applied, the guard is not active, `ledger()` is empty, and
+    `require`, `workload`, `resize`, `trim` and `checkpoint` do nothing.
 
-    Raises ConfigError, PlanError, DeviceError, LeaseRefused, CapNotApplied or AlreadyActive, and then nothing stays
-    applied; ValueError for another `missing_gpu`.
+    Raises ConfigError, PlanError, DeviceError, LeaseRefused, CapNotApplied or AlreadyActive, after which nothing stays
+    applied. Raises ValueError for an invalid `missing_gpu`.
 
-    Other processes: a forked child has no budget. A worker of multiprocessing (`spawn`, `forkserver`) imports the
-    script again: an `init` at its top then applies nothing, and returns a guard that is not active. To give each worker
-    its own budget, call `init` in the function that the worker runs. Or, with `spawn`, set `MEMGUARD_CHILDREN=1`: then
-    the script's own `init` applies in each worker. In a separately started program (torchrun, subprocess) `init` works
-    as usual.
+    A forked child has no budget. A worker of multiprocessing (`spawn`, `forkserver`) imports the script again; there an
+    `init` at the top of the script applies nothing, and returns a guard that is not active. To give each worker its own
+    budget, call `init` in the function that the worker runs. Or, with `spawn`, set `MEMGUARD_CHILDREN=1`, so that the
+    script's own `init` applies the budget in each worker. In a separately started program (torchrun, subprocess) `init`
+    works as usual.
     """
     return this.init(budget, replace, simulate, missing_gpu)[0]
 
@@ -71,18 +72,17 @@ def guard(
     simulate: str | Sequence[str] | None = None,
     missing_gpu: MissingGpu = "raise",
 ) -> Block[Guard]:
-    """Apply a budget for a block, and undo it when the block ends, also by an error. Changes that cannot be undone are
-    logged.
+    """Apply a budget for a block, and undo it when the block ends, even by an exception. Changes that cannot be undone
+    are logged.
 
-    If the same budget is active already, the block leaves it active. With `replace=True` the one that was active
-    before is not applied again at the end. `missing_gpu` and the environment count as for `init`.
+    If the same budget is already active, it stays active after the block. With `replace=True`, the previously active
+    budget is not applied again at the end. `missing_gpu` and environment variables have the same effect as for `init`.
     """
 
     def begin() -> tuple[Guard, End]:
-        with this.lock:  # if two blocks begin at once, one of them applies the budget, and the same one ends it
+        with this.lock:  # if two threads begin a block at the same time, the one that applies the budget also ends it
             idle_before = this.idle
-            # Not `this.session`: a signal handler or finalizer may begin another session, which this block must not
-            # end.
+            # `end` must not read `this.session`: a signal handler or finalizer may have begun another session.
             active, began = this.init(budget, replace, simulate, missing_gpu)
 
         def end(error: BaseException | None) -> None:
@@ -98,17 +98,18 @@ def guard(
 
 
 def shutdown() -> list[str]:
-    """Undo the active budget. Returns a sentence for each change that could not be undone; an empty list without one.
+    """Undo the active budget. Returns one sentence for each change that could not be undone; an empty list if there is
+    none.
 
-    If it is interrupted (Ctrl-C), the budget is no longer in effect, and the next `shutdown`, `init` or `guard`
-    completes the undo. Called by a signal handler while `init` runs on that thread, it takes effect at the end of
-    `init`. An `on_event` callback that still runs for an ended budget cannot end a later budget.
+    If `shutdown` is interrupted (Ctrl-C), the budget is no longer in effect, and the next `shutdown`, `init` or `guard`
+    completes the undo. If a signal handler calls `shutdown` while `init` runs on the same thread, the budget is undone
+    at the end of `init`. An `on_event` callback that still runs for an ended budget cannot end a later budget.
     """
     return this.shutdown()
 
 
 def ledger() -> Ledger:
-    """Each GPU's memory by holder, in rows that add up to the driver's total."""
+    """The memory of each GPU by framework and other holder, in rows that add up to the driver's total."""
     return current().ledger()
 
 
@@ -120,16 +121,17 @@ def require(framework: FrameworkName, size: int | str) -> None:
 def workload(
     name: str, *, framework: FrameworkName, needs: int | str | None = None, wait: float | str | None = None
 ) -> Block[WorkloadReport]:
-    """A named block of work of one framework: admission before it; after it a report of its peak and its remaining
-    memory.
+    """A named block of work of one framework. Reserves memory before the block; after the block reports the peak and
+    the change of the memory in use.
 
     `needs` (bytes or `"6GiB"`) is reserved while the block runs, on each GPU that the framework uses, so that no other
-    workload and no `require` gets the same bytes. If the bytes are not available, it raises BudgetExceeded with the
-    holders of the memory: at once, or after `wait` (seconds or `"10s"`). Waiting workloads are served first come, first
-    served.
+    workload and no `require` gets the same bytes. If the bytes are not available, `workload` raises BudgetExceeded,
+    which names the holders of the memory: immediately, or after waiting for `wait` (seconds or `"10s"`). Waiting
+    workloads are served first come, first served.
 
     Use it as a `with` block, as an `async with` block, which waits without blocking the event loop, or as a decorator
-    of functions, `async def`, generators and async generators. For the last three the block is the body, not the call.
+    of functions, `async def`, generators and async generators. For the last three, the block surrounds the execution of
+    the body, not the call.
     """
     return Block(
         lambda: current().begin_workload(name, framework, needs, wait),
@@ -143,29 +145,29 @@ def resize(framework: FrameworkName, size: int | str) -> None:
 
 
 def trim(framework: CacheName | None = None) -> int:
-    """Return the idle caches of one framework, or of all, to the driver. Returns the bytes returned."""
+    """Return the idle cache of one framework, or of all frameworks, to the driver. The result is the bytes returned."""
     return current().trim(framework)
 
 
 def reclaimable() -> Reclaimable:
-    """The bytes that each framework could return to the driver now, and by which call. Trims nothing. `print` it for a
-    table; `as_dict()` is plain data. Unknown figures are None.
+    """The bytes that each framework could return to the driver now, and the call that returns them. Trims nothing.
+    `print` the result for a table; `as_dict()` is plain data. Unknown figures are None.
     """
     return current().reclaimable()
 
 
 def checkpoint() -> None:
-    """Carry out a pending `on_pressure` action of the budget now: trim, or raise UnderPressure. For loops without a
-    `workload`."""
+    """Carry out a pending `on_pressure` action of the budget: trim caches, or raise UnderPressure. Call it in loops
+    without a `workload`."""
     this.state_for_call().checkpoint()
 
 
 def on_event(callback: Callable[[Event], object]) -> Watch:
     """Call `callback` with every event, until the returned `Watch` is removed.
 
-    Events of the monitor come on its thread; out-of-memory errors, leaks and trims on the user's thread; a cap that no
-    longer holds on the thread that detects it. The callback stays registered when a budget ends. The first exception
-    that it raises is logged.
+    The callback runs on the monitor's thread for events of the monitor, on the user's thread for out-of-memory errors,
+    leaks and trims, and for a cap that no longer holds on the thread that detects it. It stays registered when a budget
+    ends. The first exception that the callback raises is logged.
     """
     if not callable(callback):
         raise TypeError(f"memguard.on_event takes a function, found {callback!r}")
@@ -180,8 +182,9 @@ def on_sample(callback: Callable[[Sample], object]) -> Watch:
 
     A sample has the bytes that each framework holds and uses on each GPU; unknown figures are None. The callback stays
     registered when a budget ends, and is called again under the next budget that has `monitor`. Without `monitor` there
-    are no samples. It is not called while the process is suspended, for a reading that failed, or in a forked child.
-    The first exception that it raises is logged. It should return soon: the monitor waits for it.
+    are no samples. The callback is not called while the process is suspended, after a failed reading, or in a forked
+    child. The first exception that the callback raises is logged. The callback should return soon, because the monitor
+    waits for it.
     """
     if not callable(callback):
         raise TypeError(f"memguard.on_sample takes a function, found {callback!r}")
@@ -194,10 +197,11 @@ def on_sample(callback: Callable[[Sample], object]) -> Watch:
 
 
 def current() -> Guard:
-    """The active guard; the idle one while nothing is applied. Raises NotActive if there is none."""
+    """The active guard, or the inactive guard that `init` returned because nothing is applied (disabled, or no GPU).
+    Raises NotActive if `init` has not run."""
     return this.state_for_call().guard()
 
 
 def current_session() -> Session:
-    """The session of the active guard. Raises NotActive, also while nothing is applied."""
+    """The session of the active guard. Raises NotActive if no budget is applied."""
     return this.need_session()

@@ -1,20 +1,22 @@
-"""Every exception that memguard raises. Those that a program may have to catch are also names of `memguard` itself.
+"""Every exception that memguard raises.
+
+Exceptions that a program may have to catch are also attributes of the package `memguard`.
 
 ::
 
     MemguardError
-    ├── ProblemsError        base of the next two: `problems`
+    ├── ProblemsError        base of the next two, with all `problems`
     │   ├── ConfigError      the budget file is wrong: every problem, with line and fix (exit code 2)
     │   └── PlanError        the budget is right but does not fit these devices (exit code 2)
     ├── DeviceError          no NVIDIA driver, no GPU, or NVML refuses (exit code 3)
-    ├── CapNotApplied        a declared cap cannot hold as declared: reason and remedy
-    │   └── ConflictingSetting   because of a setting that the user made: `setting` names it
+    ├── CapNotApplied        a framework cannot be capped as declared: `reason` and `remedy`
+    │   └── ConflictingSetting   because of a `setting` that the user made
     ├── BudgetExceeded       `require` or `workload`: the requested memory is not available
-    ├── LeaseRefused         `device: {lease: true}`: other processes hold the GPU (`holders`), or it is too small
-    ├── UnderPressure        `on_pressure: [raise]`, at the next checkpoint
-    ├── CannotShare          `exchange`: an array cannot be shared or copied as requested: reason and remedy
-    ├── CannotSuspend        this process cannot be suspended now: `reasons`; nothing was changed
-    ├── CannotResume         it stays suspended and intact: the GPU is too full, or the driver does not answer
+    ├── LeaseRefused         `device: {lease: true}`: other processes (`holders`) hold the GPU, or the GPU is too small
+    ├── UnderPressure        critical pressure under `on_pressure: [raise]`, at the next checkpoint
+    ├── CannotShare          `exchange`: an array cannot be shared or copied as requested: `reason` and `remedy`
+    ├── CannotSuspend        this process cannot be suspended now (`reasons`); nothing was changed
+    ├── CannotResume         the process stays suspended: the GPU is too full, or the driver does not answer
     ├── Suspended            a call that needs the GPU, in a suspended process
     ├── NotActive            a call that needs `memguard.init` first
     ├── AlreadyActive        another budget is active; `replace=True` replaces it
@@ -34,11 +36,11 @@ from memguard._base.advice import MemguardError as MemguardError  # noqa: PLC041
 from memguard._base.advice import Problem as Problem  # noqa: PLC0414 (public here)
 from memguard._base.text import visible
 
-Problem.__module__ = __name__  # its public home: pickles and tracebacks name it
+Problem.__module__ = __name__  # the public module, which pickles and tracebacks name
 
 
 class ProblemsError(MemguardError):
-    """Base of ConfigError and PlanError: `problems`, each with its place and its fix."""
+    """Base of ConfigError and PlanError. `problems` has every problem, with its position in the file and its fix."""
 
     exit_code = 2
 
@@ -58,14 +60,14 @@ class ConfigError(ProblemsError):
 
 
 class PlanError(ProblemsError):
-    """The budget is valid but does not fit the devices it is resolved against."""
+    """The budget is valid but does not fit the GPUs of this process."""
 
 
 class DeviceError(MemguardError):
     """No usable GPU: no driver, no device, or NVML refused. The text names the cause and the fix.
 
-    `missing`: this process has no GPU at all; `missing_gpu` of `memguard.init` handles this case. False if it has a GPU
-    that cannot be used, for example because its driver is broken.
+    `missing` is True if this process has no GPU at all; `missing_gpu` of `memguard.init` handles this case. It is False
+    if the process has a GPU that cannot be used, for example because the driver is broken.
     """
 
     exit_code = 3
@@ -89,8 +91,8 @@ class CapNotApplied(MemguardError):
 
 
 class ConflictingSetting(CapNotApplied):
-    """A setting that the user made is looser than the cap, or bypasses the capped allocator. `setting` names it: an
-    environment variable, an option, a call. A stricter setting is no conflict: it stays in effect.
+    """A setting that the user made is looser than the cap, or bypasses the capped allocator. `setting` names the
+    environment variable, option or call. A stricter setting is no conflict, and stays in effect.
     """
 
     def __init__(self, framework: str, setting: str, reason: str, remedy: str) -> None:
@@ -117,10 +119,11 @@ class BudgetExceeded(MemguardError):
 
 
 class LeaseRefused(MemguardError):
-    """The lease that the budget requests was not granted, at once or within the time to wait. Nothing was changed.
+    """The lease that the budget requests was not granted, immediately or within the time to wait. Nothing was changed.
 
-    `holders` has a dict for each process that holds one of the GPUs: `pid` (None in another container), `command`,
-    `budget`, `bytes` by GPU (UUID), and `since`, as `time.time()`. It is empty if the GPU is too small for the lease.
+    `holders` has a dict for each process with a lease on one of the GPUs: `pid` (None in another container), `command`,
+    `budget`, `bytes` by GPU (UUID), and `since`, a time as from `time.time()`. `holders` is empty if the GPU is too
+    small for the lease.
     """
 
     def __init__(self, message: str | Advice = "", holders: Sequence[Mapping[str, object]] = ()) -> None:
@@ -149,11 +152,11 @@ class UnderPressure(MemguardError):
 class CannotShare(MemguardError):
     """An array cannot be shared with, or copied to, another framework as requested. Nothing was changed.
 
-    `producer` is the framework of the array, `consumer` the requested one: None if no framework can share the array.
-    `copied` is true if a copy was requested. `source` and `target` are older names of `producer` and `consumer`.
+    `producer` is the framework of the array, `consumer` the requested framework, or None if no framework can share the
+    array. `copied` is True if a copy was requested. `source` and `target` are older names of `producer` and `consumer`.
     """
 
-    ag_pass_through = True  # keeps TensorFlow from rewriting it when it is raised inside a tf.function
+    ag_pass_through = True  # TensorFlow must not rewrite this exception when it is raised inside a tf.function
 
     def __init__(self, producer: str, consumer: str | None, reason: str, remedy: str, copied: bool = False) -> None:
         self.producer, self.consumer, self.reason, self.remedy, self.copied = producer, consumer, reason, remedy, copied
@@ -177,7 +180,7 @@ class CannotShare(MemguardError):
 class CannotSuspend(MemguardError):
     """This process cannot be suspended now. Nothing was changed.
 
-    `reasons` holds (code, reason, remedy) of each reason found.
+    `reasons` holds a tuple (code, reason, remedy) for each reason found.
     """
 
     def __init__(self, reasons: Sequence[tuple[str, str, str]]) -> None:
@@ -192,7 +195,8 @@ class CannotSuspend(MemguardError):
 
 
 class CannotResume(MemguardError):
-    """The process stays suspended and intact; the text has the cause and the fix. `lost`: the driver destroyed it."""
+    """The process stays suspended and intact, unless `lost` is True: then the driver destroyed the process's GPU state.
+    The text has the cause and the fix."""
 
     def __init__(self, said: str | Advice = "", *, fix: str = "", lost: bool = False) -> None:
         self.lost = lost
@@ -200,7 +204,7 @@ class CannotResume(MemguardError):
 
 
 class Suspended(MemguardError):
-    """The call needs a GPU, and this process is suspended."""
+    """The call needs the GPU, but this process is suspended."""
 
 
 class NotActive(MemguardError):

@@ -1,1 +1,1 @@
-"""Sizes, texts, data types, locks, undo steps and framework specs for every room. Imports no other room of memguard."""
+"""The lowest layer: sizes, text, data types, locks, undo steps and framework specs; imports no other subpackage."""

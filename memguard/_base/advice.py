@@ -1,7 +1,7 @@
-"""A message as data (reason, fix, alternatives), and the base classes of the errors that carry it.
+"""`Advice`, a message as data (reason, fix, alternatives), and the base classes of errors with an `advice` attribute.
 
-Only `str()` joins the parts to text. Other rooms import errors from `memguard.errors`; `_base` cannot, as it is a lower
-room.
+Only `str()` joins the fields to one text. Other subpackages import errors from `memguard.errors`; `_base` cannot,
+because it may not import a higher layer.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from memguard._base.text import visible
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """A reason with its remedy. Code that needs one part reads that field; no code parses the text.
+    """The reason for a message, the fix, and alternative fixes. Code reads these fields and never parses the text.
 
-    Each of `alternatives` may replace the fix. A part may have several lines; lines after the first include their
-    indentation.
+    The user can apply any of `alternatives` in place of `fix`. A field may have several lines; the lines after the
+    first include their indentation.
     """
 
     reason: str
@@ -28,7 +28,7 @@ class Advice:
         return "".join([text, *(f"\n    or: {one}" for one in self.alternatives)])
 
     def line(self) -> str:
-        """The text in one line, for a log or a note."""
+        """All fields joined into one line, for a log or a note."""
         parts = [self.reason, *([f"fix: {self.fix}"] if self.fix else ()), *(f"or: {one}" for one in self.alternatives)]
         return "; ".join(line.strip() for part in parts for line in part.splitlines())
 
@@ -37,13 +37,13 @@ class Advice:
         return replace(self, reason=f"{where}: {self.reason}")
 
     def with_alternatives(self, *alternatives: str) -> Advice:
-        """A copy with exactly these alternatives."""
+        """A copy with `alternatives` replaced."""
         return replace(self, alternatives=alternatives)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake in a budget file: its place, the value found, and the fix."""
+    """One mistake in a budget: message, fix, line and column in the file, and the path of the key."""
 
     message: str
     fix: str = ""
@@ -52,11 +52,11 @@ class Problem:
     path: str = ""
 
     def render(self, source: str) -> str:
-        """`file:line:column: message`, the fix on the next line."""
+        """Format as `source:line:column: path: message`, with the fix on the next line."""
         return str(self.advice(source))
 
     def advice(self, source: str) -> Advice:
-        """The text of `render` as data."""
+        """The problem as `Advice`, whose `str()` is the text of `render`."""
         where = source
         if self.line is not None:
             where += f":{self.line}:{self.column or 1}"
@@ -66,8 +66,8 @@ class Problem:
 class InvalidValue(ValueError):
     """A malformed value. `advice.fix` names a replacement; it is empty if none can be derived.
 
-    `general`: the fix is only an example of the format. pydantic stores a validator's exception as `error` in the
-    context of its own error, so callers can read the fix there.
+    `general` is True if the fix is only an example of the format. pydantic's own error has a validator's exception as
+    `ctx["error"]`, so that callers can read the fix.
     """
 
     def __init__(self, reason: str, fix: str = "", general: bool = False) -> None:
@@ -79,13 +79,13 @@ class InvalidValue(ValueError):
 
 
 class MemguardError(Exception):
-    """Base of all of memguard's errors; `exit_code` is what the command line returns.
+    """Base of all of memguard's errors; `exit_code` is the exit status with which the command line ends.
 
-    `advice` holds the parts of the text: `reason`, `fix` (empty if there is none) and `alternatives`, a tuple. An error
-    with several problems holds the advice of the first.
+    `advice` holds the text as fields: `reason`, `fix` (empty if there is none) and `alternatives`, a tuple. For an
+    error with several problems, `advice` describes the first.
     """
 
-    __module__ = "memguard.errors"  # its public home: pickles and tracebacks name it
+    __module__ = "memguard.errors"  # the public module, which pickles and tracebacks name
     exit_code = 1
 
     def __init__(self, said: str | Advice = "", *, fix: str = "", alternatives: tuple[str, ...] = ()) -> None:
@@ -95,11 +95,11 @@ class MemguardError(Exception):
 
     @property
     def advice(self) -> Advice:
-        """The parts of the text."""
+        """The text as fields: `reason`, `fix` and `alternatives`."""
         return Advice(*self._said)
 
     def _say(self, advice: Advice) -> None:
-        # Plain data: other versions of memguard may unpickle it.
+        # Built-in types only: other versions of memguard may unpickle the error.
         self._said = visible(advice.reason), visible(advice.fix), tuple(map(visible, advice.alternatives))
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""`with` blocks around user code that do not modify the exception that leaves the block.
+"""Context managers around user code that never modify an exception that propagates out of the block.
 
-Not `contextlib.contextmanager`: since Python 3.11 it assigns `__traceback__` of that exception. An exception that is a
-frozen dataclass refuses the assignment, and `FrozenInstanceError` would replace the user's exception.
+`contextlib.contextmanager` is unsuitable: since Python 3.11 it assigns `__traceback__` of the exception. If the
+exception is a frozen dataclass, the assignment raises `FrozenInstanceError`, which would replace the user's exception.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
 End = Callable[["BaseException | None"], None]
-"""Ends a block. Its argument is the exception that leaves the block, or None; it may raise only for None."""
+"""The function that ends a block, called with the exception that propagates out of the block, or None. May raise only
+if the argument is None."""
 WITHIN: ContextVar[frozenset[int]] = ContextVar("memguard_blocks", default=frozenset())
-"""The ids of the enclosing numbered blocks. A new thread starts with none; an asyncio task inherits its creator's."""
+"""The numbers of the enclosing blocks that hold a memory reservation. A new thread starts with an empty set; an asyncio
+task inherits the set of the code that created it."""
 _TWICE = "this block has begun and is not over\n    fix: make another one for each `with`"
 
 
 class Block(Generic[T]):
-    """One `with` or `async with` block. `begin` returns the block's value and its end; `begin_in_loop` is a coroutine
-    that does the same without blocking the event loop.
+    """A context manager for `with` and `async with`. `begin` returns the value for `as` and the function that ends the
+    block; `begin_in_loop` is a coroutine function that does the same without blocking the event loop.
 
-    As a decorator it makes one block for each run of the function's body. The block of a coroutine or generator begins
-    at its first step and ends when the body returns, raises or is closed.
+    As a decorator, a `Block` enters a new block for each run of the function's body. For a coroutine or generator the
+    block begins at the first step of the body, and ends when the body returns, raises or is closed.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class Block(Generic[T]):
                         place.leave()
                         try:
                             sent = yield value
-                        except GeneratorExit:  # the caller closes this generator; the body is closed below
+                        except GeneratorExit:  # the caller closes this generator; `finally` below closes the body
                             raise
                         except BaseException as error:
                             thrown = error
@@ -151,18 +153,18 @@ class Block(Generic[T]):
 
 
 class _Place:
-    """Switches the context of a generator's body: inside the block while the body runs, outside while it is suspended
-    at a yield."""
+    """Keeps the block's number in `WITHIN` only while the generator's body runs, and not while the generator is
+    suspended at a yield."""
 
     def __init__(self) -> None:
         self._around = self._within = WITHIN.get()
 
     def leave(self) -> None:
-        """Leave the block's context at a yield."""
+        """At a yield, remove the block's number from `WITHIN`."""
         self._within = WITHIN.get() - self._around
         WITHIN.set(self._around)
 
     def enter(self) -> None:
-        """Enter the block's context on resumption, perhaps on another thread or task."""
+        """On resumption, perhaps on another thread or task, add the block's number to `WITHIN`."""
         self._around = WITHIN.get()
         WITHIN.set(self._around | self._within)

@@ -1,4 +1,4 @@
-"""Render a plan as text and as notebook HTML, and tables as HTML. Pure.
+"""Pure functions that render a plan as text and as notebook HTML, and tables as HTML.
 
 The HTML uses inline styles, because notebooks strip style sheets from output.
 """
@@ -19,7 +19,8 @@ _RULE = "border-top: 1px solid #888"
 
 
 def table(caption: str, head: Sequence[str], groups: Sequence[Sequence[Sequence[str]]], numbers: Container[str]) -> str:
-    """An HTML table: a caption, rows, a rule between the groups. Columns in `numbers` are right-aligned."""
+    """An HTML table: caption, head row, and groups of rows separated by a line. Columns whose heading is in `numbers`
+    are right-aligned."""
     sides = [_RIGHT if name in numbers else _LEFT for name in head]
     styles = ["", *[f' style="{_RULE}"'] * len(groups)]
     bodies = (
@@ -39,7 +40,8 @@ def _row(tag: str, row: Sequence[str], sides: Sequence[str]) -> str:
 def plan_text(plan: Plan, holds: Mapping[str, str] | None, notes: Iterable[str] = ()) -> str:
     """Format each GPU's plan as lines of text.
 
-    `holds` maps each framework to its enforcement; a framework missing from it is shut down. None: enforcement unknown.
+    `holds` maps each framework to how its cap is enforced; a framework missing from `holds` is shown as shut down. If
+    `holds` is None, the text omits the enforcement.
     """
     lines = []
     for part in plan.devices:

@@ -1,6 +1,6 @@
 """The `pip install` argument that reinstalls this copy of memguard.
 
-On PyPI `memguard` is another project, so no message may recommend that name.
+On PyPI `memguard` is an unrelated project, so no message may recommend that name.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ _ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__
 
 
 def requirement() -> str:
-    """The requirement that reinstalls this copy, quoted for a shell: a folder, a wheel, a URL, else `memguard-gpu`.
+    """The argument, quoted for a shell: the path of a folder or wheel, a URL, or else `memguard-gpu`.
 
-    Read from the installation's `direct_url.json` (PEP 610). A checkout that is not installed gives its root folder.
+    The path or URL comes from `direct_url.json` (PEP 610) of the installed distribution. For a checkout that is not
+    installed, the argument is the checkout's root folder.
     """
     for found in metadata.distributions(name=NAME, path=[_ROOT, *sys.path]):
         try:
             origin = json.loads(found.read_text("direct_url.json") or "{}")
             if _is_this_copy(found, origin):
                 return _argument(origin)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged metadata: fall through
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged metadata: try the next one
             continue
     return shlex.quote(_ROOT) if os.path.isfile(os.path.join(_ROOT, "pyproject.toml")) else NAME
 
@@ -51,7 +52,7 @@ def _argument(origin: dict[str, Any]) -> str:
         return shlex.quote(f"{NAME} @ {vcs['vcs']}+{url}@{vcs['commit_id']}{folder}")
     if path is None:
         return shlex.quote(f"{NAME} @ {url}")
-    if not os.path.exists(path):  # the wheel was deleted since
+    if not os.path.exists(path):  # the folder or wheel was deleted after the installation
         return NAME
     return ("-e " if origin.get("dir_info", {}).get("editable") else "") + shlex.quote(path)
 

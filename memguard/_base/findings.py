@@ -1,7 +1,8 @@
-"""Names and pages of the doctor's findings: each file in `docs/doctor` is the page of one finding.
+"""Names and documentation pages of the findings of `memguard doctor`: each file in `docs/doctor` is one finding's page.
 
-The file's name is the finding's name. Names are public: `doctor: {ignore: [...]}` in a budget uses them. Only the
-page's front matter states the finding's title, severities and place in the index.
+The file name without `.md` is the finding's name. Names are public, because a budget lists them in
+`doctor: {ignore: [...]}`. Only the page's front matter states the finding's title, severities and position in the
+index.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from pathlib import Path
 from memguard._base.advice import MemguardError
 
 PAGES = Path(__file__).resolve().parents[1] / "_tools" / "doctor" / "pages"
-"""The folder of the pages; in a checkout it is a symbolic link to docs/doctor."""
+"""A symbolic link to docs/doctor in a checkout; a folder that contains the pages in an installed package."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """The page of a finding. `severities`: every severity that the finding may have, the usual one first."""
+    """The page of a finding. `severities` lists every severity that the finding may have, the usual one first."""
 
     name: str
     title: str
@@ -27,11 +28,11 @@ class Page:
     section: str
     order: int
     text: str
-    """The text that `memguard doctor --explain` prints: the title and the body, without the front matter."""
+    """The output of `memguard doctor --explain`: the title and the body, without the front matter."""
 
 
 def page(name: str) -> Page:
-    """The page of a finding. Raises MemguardError for an unknown name and for a page that is not installed."""
+    """The page of a finding. Raises MemguardError if the name is unknown or the page is not installed."""
     known([name])
     return _read(PAGES / f"{name}.md")
 
@@ -50,7 +51,7 @@ def _read(path: Path) -> Page:
     keys = {key: value.strip().strip('"') for key, _, value in (line.partition(":") for line in head.splitlines())}
     severities = tuple(keys["severity"].split(", "))
     heading, _, rest = body.strip().partition("\n\n")
-    if rest.startswith("#"):  # the body has no sentence about the severity
+    if rest.startswith("#"):  # no sentence about the severity precedes the first section
         rest = f"{severities[0].capitalize()}.\n\n{rest}"
     text = f"{heading}\n\n**{keys['title']}.** {rest}"
     return Page(path.stem, keys["title"], severities, keys["section"], int(keys["order"]), text)
@@ -68,14 +69,15 @@ def _names(folder: Path) -> tuple[str, ...]:
 
 
 def nearest(name: str) -> str | None:
-    """The known name closest to a misspelt one."""
+    """The finding's name most similar to the misspelt `name`; None if none is similar."""
     import difflib
 
     return next(iter(difflib.get_close_matches(name, names(), 1)), None)
 
 
 def known(given: Iterable[str]) -> frozenset[str]:
-    """The names, validated. Raises MemguardError for an unknown name. If no page is installed, accept every name."""
+    """Validate names of findings and return them as a set. Raises MemguardError for an unknown name; accepts every name
+    if no page is installed."""
     for name in given:
         if names() and name not in names():
             meant = nearest(name)

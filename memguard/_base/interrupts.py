@@ -14,18 +14,18 @@ from typing import Any
 
 
 class deferred_signals:  # noqa: N801 - used like a function: `with deferred_signals():`
-    """Within the block, Python-level signal handlers of the program are recorded; they run at its end.
+    """Within the block, records signals that have a Python-level handler; their handlers run when the block ends.
 
-    Every delivery counts: after two Ctrl-C the handler runs twice. A handler's exception is raised out of the block; an
-    exception of the block itself is then its `__context__`. A handler that the block installs stays, is not deferred,
-    and receives the deliveries recorded for its signal.
+    A handler runs once for each delivery: twice after two Ctrl-C. An exception of a handler propagates out of the
+    block; its `__context__` is then the block's own exception, if any. A handler that the block installs stays
+    installed, runs without deferral, and receives the deliveries recorded for its signal.
 
-    It does nothing on other threads and in subinterpreters, where Python runs no handlers, and within another such
-    block. Handlers in C (faulthandler, the wakeup fd, `SIG_DFL`) and the flags of `signal.siginterrupt` stay as they
-    are. Keep waits outside: locks that may block, imports, joins and callbacks of the program could not be interrupted.
+    Defers nothing on threads other than the main thread and in subinterpreters, where Python runs no handlers, and
+    within another `deferred_signals` block. Does not change handlers in C (faulthandler, the wakeup fd, `SIG_DFL`) and
+    the flags of `signal.siginterrupt`. Do not wait within the block: a blocking lock, an import, a join or a callback
+    of the program could not be interrupted.
 
-    It protects against signals only: an exception that another thread sets in this one, or MemoryError, is not
-    deferred.
+    Defers only signals: not MemoryError, and not an exception that another thread sets in this thread.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,14 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
             return
         try:
             _current = weakref.ref(self)
-            # SIGINT first and, below, restored last: the other signals are rare.
+            # Replace SIGINT first and restore it last, because other signals are rare.
             for number in (signal.SIGINT, *_OTHERS):
                 handler = signal.getsignal(number)
                 if callable(handler):
                     recorder = _Recorder(self, number, handler)
                     self._replaced.append(recorder)
                     _install(number, recorder)
-        except BaseException as error:  # a handler that is not replaced yet raised it, or this is a subinterpreter
+        except BaseException as error:  # from a handler that is not replaced yet, or from a subinterpreter
             self._end(sys._getframe(1))
             if not (isinstance(error, ValueError) and "main interpreter" in str(error)):
                 raise
@@ -56,12 +56,12 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
             self._end(sys._getframe(1))
 
     def record(self, number: int) -> None:
-        """Python calls this in place of the handler."""
+        """Record one delivery of the signal `number`, in place of running its handler."""
         self._drop_of_the_parent()
         self._recorded.append(number)
 
     def _end(self, frame: FrameType) -> None:
-        """Restore the handlers, last first. Then run the handlers whose signals were recorded, with the block's
+        """Restore the handlers in reverse order. Then run the handlers of the recorded signals, with the block's
         frame."""
         global _current
         try:
@@ -74,7 +74,7 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
             self._drop_of_the_parent()
             while self._recorded:
                 handler = signal.getsignal(self._recorded[0])
-                # Call the program's current handler. One C call: no signal comes between the removal and the handler.
+                # One C call pops the record and calls the program's current handler: no signal can interrupt between.
                 call = handler if callable(handler) else lambda number, frame: signal.raise_signal(number)
                 next(map(call, map(self._recorded.pop, (0,)), (frame,)))
         finally:
@@ -82,16 +82,16 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
                 self._end(frame)
 
     def _drop_of_the_parent(self) -> None:
-        """In a forked child, drop the recorded signals: they were sent to its parent."""
+        """In a forked child, drop the recorded signals, which were sent to the parent."""
         if self._process != os.getpid():
             self._process = os.getpid()
             self._recorded.clear()
 
 
 class _Recorder:
-    """The handler during the block: records its signal. Called after the block, it calls the original handler.
+    """The signal handler during the block: records the delivery. After the block it calls the original handler.
 
-    The weak reference ends the deferral with the block even if an exception from another thread prevents `__exit__`.
+    Refers to the block weakly, so that deferral ends even if an exception set by another thread prevents `__exit__`.
     """
 
     def __init__(self, block: deferred_signals, number: int, handler: Callable[[int, FrameType | None], Any]) -> None:
@@ -105,7 +105,8 @@ class _Recorder:
 
 
 def _install(number: int, handler: Any) -> None:
-    """Change the handler in Python's table only: restores the disposition that `signal.signal` sets too."""
+    """Change the handler in Python's table only. `signal.signal` also sets the signal's disposition in the kernel,
+    which is restored here."""
     sigaction, buffer = _libc()
     before = buffer()
     known = sigaction(int(number), None, before) == 0
@@ -118,7 +119,8 @@ def _install(number: int, handler: Any) -> None:
 
 @functools.cache
 def _libc() -> tuple[Callable[..., int], Callable[[], Any]]:
-    """libc's `sigaction`, and a buffer larger than its struct. Without libc, `signal.siginterrupt`'s flags are lost."""
+    """Return libc's `sigaction` and a buffer type larger than `struct sigaction`. Without libc, the flags that
+    `signal.siginterrupt` set are lost."""
     try:
         import ctypes
 

@@ -1,13 +1,14 @@
-"""memguard's fork and exit hooks: one list of each, run in the order of `HookOrder`.
+"""memguard's fork hooks and exit hooks, one list of each, run in the order of `HookOrder`.
 
 Only this module calls `os.register_at_fork` and `atexit.register`, except `_memguard_environment`, which runs before
-memguard can be imported. This module is in the lowest room because every room adds hooks. Each module adds its hook
-once it has state to renew or to end.
+memguard can be imported. This module is in `_base` because every subpackage adds hooks. A module adds a hook when it
+first has state to renew after a fork or to end at exit.
 
-`atexit` runs functions last first, frameworks' functions among them. So each addition registers `_exit` again: `_exit`
-then runs before the exit functions of every framework imported so far. The exit function of a framework that is
-imported later runs before memguard's, and shuts down the framework's backend. Functions of `at_main_thread_end` run
-before all `atexit` functions, and also in `multiprocessing` workers, which run none. Other threads may still run then.
+`atexit` runs its functions, including those of frameworks, in reverse order of registration. So each added exit hook
+registers a new `_Exit`, which then runs before the exit functions of every framework imported so far. The exit
+function of a framework that is imported later runs before memguard's, and shuts down the framework's backend.
+Functions of `at_main_thread_end` run before all `atexit` functions, while other threads may still run. They also run
+in `multiprocessing` workers, which run no `atexit` functions.
 """
 
 from __future__ import annotations
@@ -29,30 +30,30 @@ Call = Callable[[], object]
 
 
 class HookOrder(IntEnum):
-    """The order of hooks, lower rooms first. A forked child renews lower rooms first; an exit ends upper rooms
-    first."""
+    """The order of hooks: ascending in parent and child after a fork, descending before a fork and at exit."""
 
     CUDA = 1
     """The list of CUDA contexts (`_devices.contexts`)."""
     PYCUDA = 2
-    """The contexts that `exchange.pycuda_context` pushed: popped last."""
+    """Pops the CUDA contexts that `exchange.pycuda_context` pushed, after the hooks below have run."""
     EXPORTS = 3
     """Arrays shared with other processes."""
     LEASES = 4
-    """The database of leases: a fork waits 0.1 s at most for its lock, and for no other."""
+    """The database of leases (GPU memory reserved by processes). A fork waits up to 0.1 s for this database's lock, and
+    for no other lock."""
     RECORDER = 5
-    """`memguard suggest`: a recording without a budget."""
+    """The recording of `memguard suggest` in a process without a budget."""
     BUDGET = 6
-    """The budget in effect: its guard, monitor, timeline and extensions."""
+    """The budget in effect: the guard that applies it, the monitor, the timeline and extensions."""
     METRICS = 7
     ENDPOINTS = 8
-    """The endpoints through which other processes read this process's figures and send requests."""
+    """The sockets through which other processes read this process's memory use and send requests."""
     IDLE_WATCHER = 9
-    """The idle watcher."""
+    """The watcher that suspends the process while it is idle."""
     NOTEBOOK = 10
-    """Notebook cells."""
+    """The state of notebook cells, which a forked child must not use."""
     SUSPENSION = 11
-    """At exit a suspended process is resumed before all other hooks run."""
+    """Resumes a suspended process at exit, before all other hooks run."""
 
 
 class _ForkHook(NamedTuple):
@@ -69,14 +70,15 @@ class _ExitHook(NamedTuple):
 
 forks: list[_ForkHook] = []
 exits: list[_ExitHook] = []
-"""Exit hooks in the order of their addition, because `atexit` does not list its own."""
+"""Exit hooks in the order in which they were added. `atexit` cannot list its functions."""
 main_thread_ends: list[Call] = []
 
 
 def at_fork(
     order: HookOrder, *, before: Call | None = None, parent: Call | None = None, child: Call | None = None
 ) -> None:
-    """Add hooks for every later fork, also by a forked child: `before` it, and after it in `parent` and `child`."""
+    """Add hooks for every later fork, including forks of a forked child: `before` runs before the fork, `parent` and
+    `child` run after it in the parent and in the child."""
     forks.append(_ForkHook(order, before, parent, child))
 
 
@@ -85,7 +87,7 @@ def at_exit(order: HookOrder, call: Call) -> None:
     global _registered
     exits.append(_ExitHook(order, call))
     before, _registered = _registered, _Exit()
-    atexit.register(_registered)  # before the old hook is unregistered: an interruption leaves two
+    atexit.register(_registered)  # then unregister the old one: an interruption between leaves both
     if before is not None:
         atexit.unregister(before)
 
@@ -110,7 +112,8 @@ def not_at_main_thread_end(call: Call) -> None:
 
 @functools.cache
 def _register(pid: int) -> None:
-    """Register `_main_thread_end` once per process. Python's hook is private: without it, only `atexit` hooks run."""
+    """Register `_main_thread_end` once per process. `threading._register_atexit` is private; if Python lacks it, only
+    `atexit` hooks run."""
     register: Callable[[Call], None] | None = getattr(threading, "_register_atexit", None)
     if register is None:
         return
@@ -129,14 +132,14 @@ def _main_thread_end() -> None:
 
 
 class _Exit:
-    """A new object for each registration, so that `atexit.unregister` removes the old one only."""
+    """The exit function. Each registration uses a new object, so that `atexit.unregister` removes only the old one."""
 
     def __call__(self) -> None:
         _run(iter(_next, None))
 
 
 def _next() -> Call | None:
-    """The next exit hook; None if none is left. A hook may add another."""
+    """Remove and return the next exit hook; None if none is left. A running hook may add hooks."""
     if not exits:
         return None
     last = max(exits, key=attrgetter("order"))
@@ -161,7 +164,8 @@ def _in_order() -> list[_ForkHook]:
 
 
 def _run(calls: Iterable[Call | None]) -> None:
-    """Run all hooks. Print exceptions to stderr and continue; raise the last one at the end, so Python prints it."""
+    """Run all hooks, even if some raise. Then print their exceptions to stderr, except the last, which is raised so
+    that Python prints it."""
     failed: list[BaseException] = []
     for call in calls:
         try:

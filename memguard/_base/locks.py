@@ -1,4 +1,4 @@
-"""Re-entrant locks that stay consistent if a signal handler or finalizer interrupts their owner; and the lock order."""
+"""The lock order, and re-entrant locks that stay consistent if a signal handler or finalizer interrupts their owner."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ from memguard._base.advice import MemguardError
 T = TypeVar("T")
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WITHIN = 2.0
-"""Seconds that an interrupting call waits for a thread that may itself wait for the interrupted call."""
+"""Seconds that a call waits for a lock if it interrupted another memguard call: the lock's owner may wait for the
+interrupted call."""
 _LOOK = 0.05
-"""Seconds between two checks for such a deadlock during that wait."""
+"""Seconds between two deadlock checks while a call waits up to `_WITHIN`."""
 _patient: list[int] = []
-"""Threads that wait in a call that interrupted another memguard call."""
+"""Ids of threads on which a call that interrupted another memguard call waits for a lock."""
 _awaited: list[int] = []
-"""Threads for which another thread waits in `awaiting`, perhaps while holding a lock."""
+"""Ids of threads for which another thread waits in `awaiting`, perhaps while holding a lock."""
 
 
 class LockOrder(IntEnum):
     """The lock order, outermost first: a thread that holds one of these locks may wait only for later ones.
 
-    It may not wait for a lock that it holds. A non-blocking attempt may be made in any order, and so may an attempt by
-    a call that interrupted another memguard call on its thread: `InterruptSafeLock` bounds its wait. Locks that are not
-    listed (NVML's, the shared pool's, the leases') are leaf locks: code that holds one must not wait for another lock
-    of memguard.
+    No thread may wait for a lock that it already holds. Non-blocking attempts are allowed in any order. So are waits by
+    a call that interrupted another memguard call, because `InterruptSafeLock` bounds them. Locks not listed (NVML's,
+    the shared pool's, the leases') are leaf locks: code that holds one must not wait for another lock of memguard.
     """
 
     SUSPENSION = 1
-    """`_node.suspend.self_suspend`: one suspension or resumption of this process at a time. Its holder waits for the
-    worker thread of the suspension, which takes the other locks."""
+    """The lock of `_node.suspend.self_suspend`, held during a suspension or resumption of this process. The holder
+    waits for the suspension's worker thread, which acquires other locks of this list."""
     RUNTIME = 2
-    """`Runtime.lock`: `init` and `shutdown`."""
+    """`Runtime.lock`, held during `init` and `shutdown`."""
     GUARD = 3
-    """`CapTable.lock`: cap changes and trims."""
+    """`CapTable.lock`, held during cap changes and trims."""
     READER = 4
-    """`LedgerReader`: readings that attribute overhead. Never taken within an allocation."""
+    """The lock of `LedgerReader`, held while memory is attributed to overhead. Never acquired within an allocation."""
     ALLOCATOR = 5
-    """The allocator of a framework. It releases its lock before it requests room from the guard."""
+    """The lock of a framework's allocator, which releases it before requesting memory from the guard."""
     RESERVATIONS = 6
-    """`ReservationQueue`: one compare-and-swap."""
+    """The lock of `ReservationQueue`, held for one compare-and-swap."""
     DRIFT = 7
-    """`CapTable.drift_locked`: records drift of a cap."""
+    """`CapTable.drift_locked`, held while `CapTable` records that other code changed a cap."""
     TIMELINE = 8
-    """`Writer`: one line of the timeline."""
+    """The lock of `Writer`, held while it writes one line of the timeline."""
 
 
 check_order: Callable[[Any, LockOrder], Any] | None = None
-"""A test sets this before the locks are created: it wraps a lock in a lock that checks the order."""
+"""Wraps a lock in a lock that checks the lock order. Set by tests before memguard's locks are created."""
 
 
 def ordered(lock: Any, order: LockOrder) -> Any:
-    """Set the lock's place in the lock order, and return the lock."""
+    """Return the lock; in tests, wrapped so that it checks its position in the lock order."""
     return lock if check_order is None else check_order(lock, order)
 
 
 def interrupting() -> bool:
-    """Whether this call interrupted another memguard call on this thread: from a signal handler, a finalizer or a
-    callback. The interrupted call may hold locks for which other threads wait.
+    """True if this call interrupted another memguard call on this thread: a signal handler, finalizer or callback made
+    it. The interrupted call may hold locks for which other threads wait.
     """
     frame: FrameType | None = sys._getframe(1)
     outside = False
@@ -78,20 +78,20 @@ def interrupting() -> bool:
 
 
 class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers only
-    """The lock of a public call, as `with lock:`. Entering it raises MemguardError if it could deadlock: this call
-    interrupted another memguard call on this thread, and that call may hold a lock for which this lock's owner waits.
-    Such a call waits a bounded time within the acquisition itself. To test the lock first and then enter an unbounded
-    `with` would let another thread take it in between.
+    """The lock that a public call holds: `with lock:`. If the call interrupted another memguard call on this thread,
+    waiting could deadlock, because this lock's owner may wait for a lock that the interrupted call holds. Such a call
+    waits only a bounded time, and then raises MemguardError. The acquisition itself has this timeout: after a separate
+    test of the lock, another thread could acquire it before an unbounded `with` does.
 
-    `__exit__` is `RLock.__exit__`, in C: no interruption can come between the end of the block and the release. The
-    inherited `acquire` is for callers that give a timeout.
+    `__exit__` is `RLock.__exit__`, which is C code: no interruption can come between the end of the block and the
+    release. The inherited `acquire` is for callers that give a timeout.
     """
 
     _is_owned: Callable[[], bool]
 
-    def __enter__(self) -> bool:  # type: ignore[override]  # declared as `acquire` there
+    def __enter__(self) -> bool:  # type: ignore[override]  # typeshed declares it as `acquire`
         if self._is_owned():
-            # After a call Python may run a signal handler, which may raise with the lock held. Unpacking is no call.
+            # Acquire from C, by `map`: after a call in Python a signal handler may run, and raise with the lock held.
             (taken,) = map(_acquire, (self,))
             return taken
         try:
@@ -110,8 +110,8 @@ class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers
             raise
 
     def _in_time(self) -> bool:
-        """Wait for the lock, at most one wait at a time on each thread: with many signals, nested waits would add up to
-        minutes."""
+        """Wait up to `_WITHIN` for the lock. A nested call does not wait again on the same thread: with many signals,
+        nested waits would add up to minutes."""
         thread = threading.get_ident()
         if thread in _patient:
             return False
@@ -132,8 +132,8 @@ _acquire = RLock.acquire
 
 
 def awaiting(thread: int, wait: Callable[..., T], *given: Any) -> T:
-    """Return `wait(*given)`, which waits for `thread`. During the wait, a call that interrupts the work of `thread`
-    does not wait for this thread."""
+    """Return `wait(*given)`, which waits for `thread`. Meanwhile a memguard call that interrupts `thread` waits for no
+    `InterruptSafeLock`, because the calling thread may hold it."""
     try:
         _awaited.append(thread)
         return wait(*given)
@@ -143,7 +143,7 @@ def awaiting(thread: int, wait: Callable[..., T], *given: Any) -> T:
 
 
 def free(lock: Any, seconds: float) -> bool:
-    """Whether this thread holds the lock, or can acquire it within `seconds`."""
+    """True if this thread holds the lock, or can acquire it within `seconds`. Releases it again."""
     if lock._is_owned():
         return True
     try:
@@ -161,9 +161,10 @@ def _leave(lock: Any) -> None:
 
 
 class LockedRunner:
-    """A re-entrant lock that runs a function while held, so that a Ctrl-C at any point leaves it free.
+    """Runs functions with a re-entrant lock held, and releases the lock even if a Ctrl-C interrupts at any point.
 
-    `lock` is a lock that other code also takes directly; without it, a new lock with the place `order`.
+    `lock` is for a lock that other code also acquires directly; by default a new lock is created. `order` is the lock's
+    position in the lock order.
     """
 
     def __init__(self, lock: Any = None, order: LockOrder | None = None) -> None:
@@ -172,7 +173,7 @@ class LockedRunner:
 
     @property
     def held_here(self) -> bool:
-        """Whether this thread holds the lock: a signal handler or finalizer made this call during the work."""
+        """True if this thread holds the lock: a signal handler or finalizer made this call while `run` runs `work`."""
         return bool(self._lock._is_owned())
 
     def run(self, work: Callable[..., T], timeout: float, *given: Any) -> tuple[T] | None:
@@ -186,7 +187,7 @@ class LockedRunner:
         try:
             try:
                 return (work(*given),) if lock.acquire(timeout=timeout) else None
-            finally:  # the body of `_leave` without the call: every path runs it
+            finally:  # `_leave(lock)`, inlined
                 if lock._is_owned():
                     lock.release()
         finally:

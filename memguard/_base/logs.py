@@ -1,7 +1,7 @@
-"""The only access to memguard's log, the logger `memguard`. Logging never raises into the caller.
+"""The only module that writes to the logger `memguard`; logging never raises into the caller.
 
-A handler, filter or stream of the program may raise, and so may `str` of an error. Such an exception must neither end
-the monitor's thread nor surface in the user's code.
+A handler, filter or stream of the program may raise, and so may `str(error)`. Such an exception must neither end the
+monitor's thread nor surface in the user's code.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import logging
 import threading
 
 _TEXT = 300
-"""Characters of an error's text that are kept."""
+"""The maximum length of an error's text in a log line."""
 
 
 class Log:
     """The methods of a `logging.Logger` that memguard uses. An error among the arguments is logged as its text."""
 
     def debugs(self) -> bool:
-        """Whether the level `debug` is enabled: for lines that are expensive to format."""
+        """True if the level `debug` is enabled. Called before formatting an expensive line."""
         try:
-            try:  # takes no lock, as `getLogger` does
+            try:  # unlike `getLogger`, acquires no lock
                 return logging.Logger.manager.loggerDict["memguard"].isEnabledFor(logging.DEBUG)  # type: ignore[union-attr]
             except (KeyError, AttributeError):
                 return logging.getLogger("memguard").isEnabledFor(logging.DEBUG)
@@ -45,7 +45,7 @@ log = Log()
 
 
 def is_heard() -> bool:
-    """True if the program configured logging. memguard's own handler discards everything."""
+    """True if the program configured a handler for memguard's log. memguard's own handler is a NullHandler."""
     logger: logging.Logger | None = logging.getLogger("memguard")
     while logger is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
@@ -55,7 +55,7 @@ def is_heard() -> bool:
 
 
 def text_of(error: BaseException) -> str:
-    """Type and text of an error in one line. Exceptions of the program's `__str__` are suppressed."""
+    """Type and text of an error in one line. Suppresses exceptions raised by the error's `__str__`."""
     try:
         name = str(type.__getattribute__(type(error), "__name__"))
     except BaseException as failure:
@@ -67,7 +67,7 @@ def text_of(error: BaseException) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """The text of an error; empty if it cannot be read."""
+    """The text of an error; empty if `str(error)` raises."""
     try:
         return str(error)
     except BaseException as failure:
@@ -77,8 +77,8 @@ def words_of(error: BaseException) -> str:
 
 
 def stays_here(error: BaseException) -> bool:
-    """Decide whether to suppress an exception of the program's code. False for a Ctrl-C or an exit on the main
-    thread."""
+    """True if memguard must suppress an exception that the program's code raised. False for KeyboardInterrupt and
+    SystemExit on the main thread."""
     return isinstance(error, Exception) or threading.get_ident() != threading.main_thread().ident
 
 
@@ -87,7 +87,7 @@ def _write(level: int, text: str, args: tuple[object, ...], exc_info: bool = Fal
         logger = logging.getLogger("memguard")
         if logger.isEnabledFor(level):
             plain = [words_of(one) if isinstance(one, BaseException) else one for one in args]
-            # stacklevel: the line that called `debug`, `info` or `warning`
+            # stacklevel=3: the record names the line that called `debug`, `info` or `warning`.
             logger.log(level, text, *plain, exc_info=exc_info, stacklevel=3)
     except BaseException as error:
         if not stays_here(error):

@@ -17,22 +17,23 @@ from memguard._base.units import short
 MAX_DEPTH = 16
 MAX_NODES = 10_000
 MAX_TEXT = 4096
-"""Characters in one key or value: longer than any valid path, name or number."""
+"""The maximum length of a key or value: longer than any valid path, name or number."""
 MAX_BITS = 1 << 17
-"""Bits in a whole number from Python: a longer one is slow to print."""
+"""The maximum number of bits of a whole number in a Python mapping: a larger number is slow to print."""
 
 Mark = tuple[int, int]
-"""Line and column, both from 1."""
+"""Line and column, both counted from 1."""
 Loc = tuple[str | int, ...]
 """The path of a value: keys and indexes."""
 Places = tuple[dict[Loc, Mark | None], dict[Loc, Mark | None]]
-"""Line and column of each key, and of each value, in file order; None if there is no file."""
+"""Two mappings in file order: line and column of each key, and of each value. None if the document has no text."""
 
 
 class Document:
     """One document as plain values, and its syntax problems.
 
-    `text` is None for a document made from Python values. Problems at or below a path in `bad` are already reported.
+    `text` is None for a document made from Python values. `bad` has paths: the problems at and below them are already
+    in `problems`.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Document:
         self.bad = set() if bad is None else bad
         self.find: Callable[[], Places] = self._without_marks
         self.reader: Callable[[str], Document] | None = None
-        """Parses `text` again, for positions."""
+        """Parses `text` again to compute positions."""
 
     @cached_property
     def _places(self) -> Places:
@@ -88,14 +89,14 @@ class Opaque:
 
 
 def of_mapping(mapping: object) -> Document:
-    """A Python mapping as a document without positions. Raises nothing for any content."""
+    """Convert a Python mapping to a document without positions. Never raises."""
     document = Document()
     try:
         document.data = _plain(mapping, (), document)
         if document.nodes > MAX_NODES:
             raise OverflowError
         return document
-    except Exception as error:  # foreign mappings run foreign code
+    except Exception as error:  # the methods of a foreign mapping class may raise anything
         problem = Problem(f"the mapping cannot be read ({type(error).__name__})", "give plain dicts, text and numbers")
         return Document(problems=[problem], bad={()})
 
@@ -117,7 +118,7 @@ def _plain(value: object, path: Loc, document: Document) -> object:
                 message = f"{short(key)} is given twice" if name else f"a key must be text, found {short(key)}"
                 document.problems.append(Problem(message, "keep one of them" if name else "write the key as text"))
             elif type(child) is str and child.isascii() and len(child) <= MAX_TEXT:
-                document.nodes += 1  # scalars are the common case
+                document.nodes += 1  # without a recursive call, because short ASCII text is the most frequent value
                 found[name] = child
             else:
                 found[name] = _plain(child, (*path, name), document)
@@ -140,7 +141,7 @@ def _plain(value: object, path: Loc, document: Document) -> object:
 
 
 def too_long(text: str, what: str, line: int | None = None, column: int | None = None) -> Problem:
-    """The problem of a key or value beyond `MAX_TEXT`."""
+    """The problem for a key or value longer than `MAX_TEXT`."""
     message = f"this {what} has {len(text):,} characters; {MAX_TEXT:,} are the most: {short(text[:60])}"
     return Problem(message, "shorten it; check that this is the file you mean", line, column)
 
@@ -152,22 +153,23 @@ def _key(key: object) -> str | None:
 
 
 def encodable(text: str) -> bool:
-    """Whether text can be encoded as UTF-8: lone surrogates cannot."""
+    """True if the text can be encoded as UTF-8. Lone surrogates cannot."""
     return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 
 class Origin:
     """The positions of a budget's values, for problems found after parsing.
 
-    All origins are equal, so that equal budgets may come from different files. `source` names the text in messages, and
-    is "" if the budget was made from plain Python values. `device_key` normalises the key of a GPU: `cuda:0` to `0`.
+    All origins compare equal, so that budgets with the same values are equal even if read from different files.
+    `source` names the file in messages, and is "" for a budget made from plain Python values. `device_key` normalises
+    the key of a GPU: `cuda:0` to `0`.
     """
 
     def __init__(
         self, source: str = "", document: Document | None = None, device_key: Callable[[str], str] = str
     ) -> None:
         self.source, self._device_key = source, device_key
-        # The document itself is larger, and problems after parsing are rare: parse again then.
+        # Keep the text, which is smaller than the document; the rare problem after parsing parses the text again.
         self._text, self._reader = (None, None) if document is None else (document.text, document.reader)
 
     def __eq__(self, other: object) -> bool:
@@ -184,7 +186,8 @@ class Origin:
         return Problem(message, fix, line, column, path(loc))
 
     def _marks(self) -> dict[Loc, Mark]:
-        """Line and column by path in the validated budget. A mapping has the position of its key."""
+        """Line and column by path in the validated budget. A mapping or list has the position of its key, any other
+        value its own position."""
         if self._text is None or self._reader is None:
             return {}
         document = self._reader(self._text)
@@ -193,25 +196,25 @@ class Origin:
         return {self._canonical(loc): mark for loc, mark in marks.items() if loc and mark}
 
     def _canonical(self, loc: Loc) -> Loc:
-        """The path in the validated budget."""
+        """Convert a path in the document to the path in the validated budget, which normalises the keys of GPUs."""
         of_device = len(loc) > 1 and loc[0] == "devices"
         return ("devices", self._device_key(str(loc[1])), *loc[2:]) if of_device else loc
 
 
 def in_order(unordered: Iterable[Problem]) -> list[Problem]:
-    """Sort by line and column; stable if there is no file."""
+    """Sort problems by line and column; problems without a position come first, in their given order."""
     return sorted(unordered, key=lambda problem: (problem.line or 0, problem.column or 0))
 
 
 def nearest(loc: Loc, marks: Mapping[Loc, object]) -> Loc:
-    """The path itself, or its nearest parent that has a position."""
+    """The path, or its nearest parent path in `marks`."""
     while loc and loc not in marks:
         loc = loc[:-1]
     return loc
 
 
 def path(loc: Loc) -> str:
-    """A path as text in messages: `frameworks.torch.share`."""
+    """Format a path for messages: `frameworks.torch.share`."""
     text = ""
     for part in loc:
         plain = isinstance(part, str) and re.fullmatch(r"[^\W\d]\w{0,39}", part)

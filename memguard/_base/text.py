@@ -1,8 +1,9 @@
 """Make text safe to print: escape control sequences, and replace characters that the encoding cannot represent.
 
 Names and messages come from drivers, frameworks, files and users. Printing them must neither move the cursor nor raise
-UnicodeEncodeError. `visible` applies to every text. `fitting` and `shown` apply only to text on its way to a stream.
-Errors, notes and records keep every character, because they are logged, pickled and printed elsewhere.
+UnicodeEncodeError. `visible` applies to every text. `fitting` and `shown` apply only to text that is written to a
+stream. Errors, notes and records keep characters outside the stream's encoding, because they are logged, pickled and
+printed elsewhere.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _SIGNS = str.maketrans(
         "\N{BULLET}": "*",
     }
 )
-"""ASCII replacements of the other characters in memguard's own texts."""
+"""ASCII replacements of the non-ASCII characters in memguard's own texts."""
 _SPACES = str.maketrans(dict.fromkeys("\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}", " "))
 
 
 def visible(text: str, keep: str = "\n\t") -> str:
-    """The text with control and invisible characters escaped as `\\u001b`. Characters in `keep` stay."""
+    """Escape control and invisible characters, as in `\\u001b`, except the characters in `keep`."""
     if text.isprintable():
         return text
     text = text.translate(_SPACES)
@@ -36,10 +37,8 @@ def visible(text: str, keep: str = "\n\t") -> str:
 
 
 def fitting(text: str, encoding: str | None = None) -> str:
-    """Replace each character that `encoding` (default: standard output's) cannot represent: by `>=` for the sign, by an
-    escape such as `\\u00e9` for other characters.
-
-    A text that the encoding can represent is returned unchanged.
+    """Replace characters that `encoding`, by default standard output's, cannot represent: by ASCII such as `>=`, or
+    else by an escape such as `\\u00e9`. Text that the encoding can represent is returned unchanged.
     """
     encoding = encoding or _of_stdout()
     if _fits(text, encoding):
@@ -48,23 +47,23 @@ def fitting(text: str, encoding: str | None = None) -> str:
 
 
 def shown(text: str) -> str:
-    """The text for `print`: `visible`, and in the characters of standard output."""
+    """Prepare text for `print`: apply `visible`, then `fitting` for standard output."""
     return fitting(visible(text))
 
 
 def html(text: str) -> str:
-    """The text escaped for HTML: no tags, no invisible characters."""
+    """Escape HTML markup and invisible characters."""
     from html import escape
 
     return escape(visible(text))
 
 
 def malformed(error: ValueError) -> str:
-    """Why a line is not JSON, at most 100 characters. Omits Python's line number, which is always 1."""
+    """Why a line is not JSON, in at most 100 characters. Omits Python's line number, which is always 1."""
     if isinstance(error, UnicodeDecodeError):
         return "it is not UTF-8"
     text, at = getattr(error, "doc", None), getattr(error, "pos", None)
-    if text is None or at is None:  # for example a number that Python does not parse
+    if text is None or at is None:  # an error without a position, for example for a number with too many digits
         return visible(str(error), keep="")[:100]
     if at >= len(text.rstrip()):
         return "it ends too early"
@@ -94,5 +93,5 @@ def _of_stdout() -> str:
 
 
 def _escaped(char: str) -> str:
-    """The JSON escape of a character, so that JSON text stays valid."""
+    """Escape a character as in JSON, so that JSON text stays valid."""
     return f"\\u{ord(char):04x}" if ord(char) < 0x10000 else f"\\U{ord(char):08x}"

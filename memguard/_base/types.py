@@ -1,10 +1,10 @@
-"""memguard's data, as frozen dataclasses and tuples. All sizes are bytes; None means unknown, never 0.
+"""memguard's data types, in which all sizes are bytes, and None means unknown, never 0.
 
-`docs/words.md` defines the words. At import, Python generates and compiles six methods for each frozen dataclass, which
-takes 0.4 ms; a NamedTuple takes 0.06 ms. So data that only memguard makes and reads is a NamedTuple.
+`docs/words.md` defines the terms. At import, Python generates and compiles six methods for each frozen dataclass, which
+takes 0.4 ms; a NamedTuple takes 0.06 ms. So types that only memguard creates and reads are NamedTuples.
 """
 
-# No `from __future__ import annotations`: with it, typing compiles the annotation of each field of a NamedTuple.
+# Without `from __future__ import annotations`, which would make typing compile each NamedTuple field's annotation.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from memguard._base.text import html, shown, visible
 from memguard._base.units import format_size
 
 POOL: Final = "shared pool"
-"""The ledger's row of the shared pool's bytes beyond the frameworks' arrays: one cache for all."""
+"""The name of the ledger row for the shared pool's cache: the pool's bytes that hold no framework's arrays."""
 
 
 class State(Enum):
@@ -31,21 +31,22 @@ class State(Enum):
 class Enforcement(Enum):
     """How a cap is enforced."""
 
-    ENFORCED = "enforced"  # the framework's own allocator refuses
+    ENFORCED = "enforced"  # the framework's own allocator refuses requests above the cap
     PENDING = "pending"  # enforced as soon as the framework is imported or initialises CUDA
-    WATCHED = "watched"  # only observed: no allocator refuses, or something else undid the cap
+    WATCHED = "watched"  # only observed: no allocator refuses requests above the cap, or other code undid the cap
     ABSENT = "absent"  # not installed, or a build without CUDA
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU. `index` is NVML's; `ordinal` is CUDA's in this process, None until memguard has queried CUDA.
+    """One GPU. `index` is the NVML index. `ordinal` is the CUDA ordinal in this process; None until memguard has
+    queried CUDA.
 
-    `total` is NVML's total; `reserved` the part of it that the driver keeps (NVML v2; None on older
-    drivers). `usable` is CUDA's total: measured equal to total − reserved on an H200.
+    `total` is the total that NVML reports; `reserved` is the memory of this total that the driver reserves (NVML v2;
+    None on older drivers). `usable` is total − reserved, on an H200 measured equal to the total that CUDA reports.
 
-    `unified`: the GPU has no memory of its own and allocates from the machine's (DGX Spark's GB10, Jetson), so that
-    NVML reports no memory. `total` is then CUDA's (`cuDeviceTotalMem`), and `reserved` None.
+    `unified` is True if the GPU has no memory of its own and uses the machine's (DGX Spark's GB10, Jetson). NVML
+    then reports no memory: `total` is `cuDeviceTotalMem`, and `reserved` is None.
     """
 
     uuid: str
@@ -59,7 +60,7 @@ class Device:
     unified: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("uuid", "name", "architecture"):  # a driver or a file supplied them; a terminal may print them
+        for name in ("uuid", "name", "architecture"):  # text from a driver or file may contain control characters
             object.__setattr__(self, name, visible(getattr(self, name), keep=""))
 
     @property
@@ -70,12 +71,12 @@ class Device:
 class MemoryInfo(NamedTuple):
     """NVML's memory figures of one device. With v2, total = reserved + used + free to the byte.
 
-    Where `reserved` is None (NVML v1), `used` contains the driver's reserve.
+    If `reserved` is None (NVML v1), `used` includes the memory that the driver reserves.
 
-    NVML has no figures of a GPU with unified memory: `used` is None, `total` is CUDA's, and `free` is what the machine
-    can allocate, at most `total`. It is the larger of the kernel's `MemAvailable` and of `cuda_free`, CUDA's own figure
-    (`cuMemGetInfo`), which excludes the file cache that the kernel would evict. `cuda_free` is None before this process
-    has a context. There the figures do not add up to `total`.
+    For a GPU with unified memory NVML reports no figures: `used` is None, `total` is `cuDeviceTotalMem`, and `free` is
+    the memory that the machine can allocate, at most `total`. `free` is the larger of the kernel's `MemAvailable` and
+    of `cuda_free`. `cuda_free` is the figure of `cuMemGetInfo`, which excludes the file cache that the kernel would
+    evict; None before this process has a CUDA context. The figures of such a GPU do not add up to `total`.
     """
 
     total: int
@@ -87,10 +88,10 @@ class MemoryInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """One device's part of a plan: limit = reserve + Σ caps + unallocated.
+    """The plan of one device: limit = reserve + Σ caps + unallocated.
 
-    The caps of elastic frameworks are the current caps; all other caps are fixed. The frameworks in `joined` share one
-    cap, which counts once in the sum.
+    `caps` has the current caps of elastic frameworks, and the fixed caps of all others. The frameworks in `joined`
+    share one cap, which counts once in the sum.
     """
 
     device: Device
@@ -100,9 +101,9 @@ class DevicePlan:
     unallocated: int
     reserve_source: str = "auto"
     elastic: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """The min and max of each elastic framework, in bytes: its cap moves between them."""
+    """The min and max of each elastic framework, in bytes. memguard moves the framework's cap between them."""
     joined: tuple[str, ...] = ()
-    """The frameworks that draw from one driver pool (`strategy: pool`)."""
+    """The frameworks that allocate from one shared CUDA memory pool (`strategy: pool`)."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +120,12 @@ class Plan:
 
 
 class Usage(NamedTuple):
-    """One framework's memory on one device. A tuple, as the monitor makes them many times a second.
+    """One framework's memory on one device. A tuple, because the monitor creates many per second.
 
     held         bytes allocated from the driver; None if the framework does not report them
     in_use       bytes that live arrays occupy
-    reclaimable  the part of held − in_use that a trim would return; None if unknown
-    held_at_least, held_at_most   bounds if `held` is None
+    reclaimable  bytes of held − in_use that a trim would return to the driver; None if unknown
+    held_at_least, held_at_most   bounds of the held bytes if `held` is None
     """
 
     held: int | None
@@ -137,22 +138,22 @@ class Usage(NamedTuple):
 
 usage_of: Callable[[tuple[int | None, int | None, int | None, int | None, int | None, int | None]], Usage]
 usage_of = partial(tuple.__new__, Usage)
-"""Builds a Usage from a tuple of all its fields, in half the time of the class: each reading makes one for each
-framework. The functions below that end in `_of` do the same for their classes."""
+"""Build a Usage from a tuple of all its fields, in half the time that `Usage(...)` takes: each reading builds one for
+each framework. The functions below that end in `_of` do the same for other classes."""
 memory_info_of: Callable[[tuple[int, int | None, int | None, int, int | None]], MemoryInfo]
 memory_info_of = partial(tuple.__new__, MemoryInfo)
 
 
 def cached(usage: Usage) -> int:
-    """The most that a trim of the framework may return: its whole cache if it does not report fragmentation."""
+    """The most bytes that a trim may return to the driver: `reclaimable`; if that is unknown, held − in_use."""
     if usage.reclaimable is not None:
         return usage.reclaimable
     known = usage.held is not None and usage.in_use is not None
-    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings, at two moments
+    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings at different times
 
 
 class NoHelp(StrEnum):
-    """Why memguard freed no memory for a request that was then refused. Equal to its name as text."""
+    """Why memguard made no memory available to a request that was then refused. Members are equal to their values."""
 
     CAPTURE = "capture"
     """This thread was capturing a CUDA graph, and freeing memory would invalidate the capture."""
@@ -165,18 +166,18 @@ class NoHelp(StrEnum):
     NOTHING_IDLE = "nothing idle"
     """memguard searched, and the other frameworks had too little idle memory."""
     NOT_ASKED = "not asked"
-    """The framework's allocator refused without requesting room from memguard."""
+    """The framework's allocator refused without requesting memory from memguard."""
 
 
 class WhyNoHelp(NamedTuple):
-    """Why memguard freed no memory for one refused request: the kind, and the reason as the end of a sentence."""
+    """Why memguard made no memory available to one refused request: the kind, and the reason as a sentence's end."""
 
     kind: NoHelp
     text: str
 
 
 class Drift(NamedTuple):
-    """A change by other code that breaks a cap, and its effect on the cap ("" if `change` implies the effect)."""
+    """A change by other code that breaks a cap, and the effect on the cap ("" if `change` implies the effect)."""
 
     change: str
     effect: str = ""
@@ -186,18 +187,19 @@ class Drift(NamedTuple):
 
 
 RECORD = "memguard_refusal"
-"""The exception attribute that holds the id of its refusal's record, `RefusedRequest.id`."""
+"""The name of the exception attribute that holds `RefusedRequest.id` of the refusal that raised the exception."""
 
 
 class RefusedRequest(NamedTuple):
-    """One refused request for GPU memory, with the figures of that moment. Sizes are bytes; None if unknown.
+    """One refused request for GPU memory, with the figures at the refusal. Sizes are bytes; None if unknown.
 
-    source: refusal (memguard's own allocator refused it), observer (the framework's allocator reported it), text (of
-    the error), peak (the framework's largest use so far) or sample (the monitor's last one). `held`, `in_use` and
-    `reclaimable` are the framework's, as in `Usage`; `free` is the GPU's. `thread` is 0 if unknown. `pooled` is the
-    part of `in_use` that idles in private pools: later readings do not count it. `id` identifies the record of the
-    refusal by process and number, as `memguard_refusal` on its exception; None without a record. `why_no_help` is why
-    memguard made no room for it; None if unknown, or if room would not have helped (a fixed cap refused it).
+    `source` is the source of the figures: refusal (memguard's own allocator refused the request), observer (the
+    framework's allocator reported the refusal), text (the error's text), peak (the framework's largest use so far) or
+    sample (the monitor's last sample). `held`, `in_use` and `reclaimable` are the framework's, as in `Usage`; `free` is
+    the GPU's. `thread` is 0 if unknown. `pooled` is the bytes of `in_use` that are idle in private pools; later
+    readings do not count them. `id` identifies the record of the refusal by process and number, and is stored in the
+    exception's attribute `memguard_refusal`; None if there is no record. `why_no_help` is why memguard made no memory
+    available to the request; None if unknown, or if free memory would not have helped (a fixed cap refused it).
     """
 
     framework: str
@@ -221,10 +223,10 @@ class RefusedRequest(NamedTuple):
 
 
 class Shortage(NamedTuple):
-    """A request that an allocator cannot serve, before it is refused for good. Sizes are bytes.
+    """A request that an allocator cannot serve yet, before the final refusal. Sizes are bytes.
 
-    `requested`: the size of the request. `needed`: the most that its allocator would take from the driver. `full`:
-    the driver refused, as the GPU has too little free memory; otherwise the cap refused.
+    `requested` is the size of the request; `needed` is the most that the allocator would allocate from the driver for
+    it. `full` is True if the driver refused because the GPU has too little free memory, False if the cap refused.
     """
 
     framework: str
@@ -237,9 +239,10 @@ class Shortage(NamedTuple):
 class Room(NamedTuple):
     """The result of raising the cap and trimming caches for one request, in bytes.
 
-    `returned` has the bytes that each sibling returned, measured by NVML. `cap` is the requester's cap before and
-    after; None if it did not change. `missing` is the remaining shortage; 0 if the request fits now. `live` is the
-    siblings' live arrays beyond their guaranteed memory (their min): only the program can free them.
+    `returned` has the bytes that each other framework returned to the driver, measured by NVML. `cap` is the requesting
+    framework's cap before and after; None if it did not change. `missing` is the remaining shortage; 0 if the request
+    now fits. `live` has the bytes of the other frameworks' live arrays beyond their guaranteed memory (their min): only
+    the program can free them.
     """
 
     returned: Mapping[str, int]
@@ -249,7 +252,7 @@ class Room(NamedTuple):
 
 
 class Applied(NamedTuple):
-    """The result of applying a cap: its enforcement, and why it cannot be undone (None: it can)."""
+    """The result of applying a cap: how the cap is enforced, and why it cannot be undone (None if it can)."""
 
     enforcement: Enforcement
     permanent: str | None = None
@@ -260,8 +263,8 @@ class TraceEvent(NamedTuple):
     """One line of an allocation trace (`docs/trace.md`).
 
     `op` is `alloc` or `free` (with `id`), `in_use` (the total of a framework that reports nothing else), `trim`,
-    or `mark` (the measured held and in use at that moment: for comparison, not for replay).
-    `time` is seconds; `device` the position in the trace header's device list.
+    or `mark` (held and in-use bytes measured at `time`, for comparison, not for replay).
+    `time` is in seconds; `device` is the index in the trace header's device list.
     """
 
     time: float
@@ -278,8 +281,9 @@ class TraceEvent(NamedTuple):
 class WorkloadReport:
     """The memory use of a `workload` block, in bytes in use. Filled in when the block ends; None if unknown.
 
-    `peak` is also None if the process's use was higher before the block, as a framework records only one peak.
-    `reserved` is the reservation that `needs` requested; `waited` is the seconds that the block waited for it.
+    `peak` is also None if the process used more before the block, because a framework records only one peak.
+    `reserved` is the reservation that `needs` requested; `waited` is the seconds that the block waited for the
+    reservation.
     """
 
     name: str
@@ -308,7 +312,7 @@ class WorkloadReport:
 
 
 class Pressure(StrEnum):
-    """How close a framework is to its cap, or the process to its limit on a GPU. Equal to its name as text."""
+    """How close a framework is to its cap, or the process to its limit on a GPU. Members are equal to their values."""
 
     OK = "ok"
     WARN = "warn"
@@ -329,9 +333,10 @@ class FrameworkSample(NamedTuple):
 
 
 class DeviceSample(NamedTuple):
-    """One GPU at one moment, in bytes. `process` is this process's memory by NVML; None if unknown.
+    """One GPU at one moment, in bytes. `process` is this process's memory as NVML reports it; None if unknown.
 
-    `used` is NVML's; None on a GPU with unified memory, where `free` is what the machine can allocate.
+    `used` is the figure of NVML; None on a GPU with unified memory, where `free` is the memory that the machine can
+    allocate.
     """
 
     uuid: str
@@ -346,7 +351,7 @@ class DeviceSample(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The ledger's figures without its rows, for the monitor. `time` is as `time.time()`."""
+    """The memory of all GPUs at `time` (from `time.time()`), for the monitor: the ledger's figures without its rows."""
 
     time: float
     devices: tuple[DeviceSample, ...]
@@ -367,18 +372,19 @@ _LEVEL_STYLES = {"warn": "color: #a65f00", "critical": "color: #b3001b"}
 class Event(NamedTuple):
     """A change that the monitor or the guard observed or made.
 
-    kind: pressure (its level changed), forecast (cap or limit is reached in `seconds`), leak (a workload's memory in
-    use grows with each run; without a framework: unaccounted memory keeps growing), probe (a probe failed, or works
-    again), trim, oom, note (a cap no longer holds, holds again, or is affected by a later setting), refused (only in
-    timelines: an allocator refused `times` requests, whether or not the program catches the errors), peak (only in
-    timelines: an allocator reports a peak of `bytes` in use so far), workload (only in timelines: one has ended, after
-    `seconds`, or `times` of them in a row; `bytes` is the peak), reclaim (siblings returned `bytes` for `framework`, or
-    its elastic cap changed), retry (a function is run again, after `bytes` were freed), suspended (the process moved
-    `bytes` off its GPUs within `seconds`; the next sample follows its resumption), resumed, lease (another process uses
-    `bytes` of a GPU, above its lease or without one; or this process's lease was lost).
+    kind: pressure (the pressure level changed), forecast (cap or limit will be reached in `seconds`), leak (a
+    workload's memory in use grows with each run; without a framework: unaccounted memory keeps growing), probe (a probe
+    failed, or works again), trim, oom, note (a cap no longer holds, holds again, or is affected by a later setting),
+    refused (only in timelines: an allocator refused `times` requests, whether or not the program catches the errors),
+    peak (only in timelines: an allocator reports a peak of `bytes` in use so far), workload (only in timelines: a
+    workload ended after `seconds`, or `times` workloads in a row; `bytes` is the peak), reclaim (other frameworks
+    returned `bytes` for `framework`, or the elastic cap of `framework` changed), retry (a function is run again, after
+    `bytes` were freed), suspended (the process moved `bytes` off its GPUs within `seconds`; the next sample follows
+    the resumption), resumed, lease (another process uses `bytes` of a GPU, above its lease or without one; or this
+    process's lease was lost).
 
-    For a refused request `bytes` is its size. `held`, `in_use`, `reclaimable` and `cap` are the framework's at
-    that moment, and `free` is the GPU's, all in bytes.
+    For a refused request `bytes` is the size of the request. `held`, `in_use`, `reclaimable` and `cap` are the
+    framework's at the time of the event, and `free` is the GPU's, all in bytes.
     """
 
     time: float
@@ -401,7 +407,7 @@ class Event(NamedTuple):
         return shown(f"{f'{self.level} ' if self.level is not None else ''}{self.kind}: {self.text}")
 
     def __repr__(self) -> str:
-        """The fields that are set."""
+        """All fields that are not None."""
         known = ((name, getattr(self, name)) for name in self._fields)
         said = (f"{name}={(str(value) if name == 'level' else value)!r}" for name, value in known if value is not None)
         return shown(f"<Event {' '.join(said)}>")

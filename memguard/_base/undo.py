@@ -24,11 +24,11 @@ class Undo:
 
     @property
     def done(self) -> bool:
-        """True if the stack is empty."""
+        """True if no steps remain."""
         return not self._steps
 
     def add(self, what: str, step: Callable[[], object]) -> None:
-        """Add a step. `what` names it if it fails."""
+        """Add a step. `what` names the step in the report of a failure."""
         self._steps.append(_Step(what, step))
 
     def clear(self) -> None:

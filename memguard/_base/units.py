@@ -28,9 +28,9 @@ _PERCENT = re.compile(r"\s*(\d{1,6}(?:\.\d{1,20})?)\s*%\s*", re.ASCII)
 
 
 def parse_size(value: object) -> int:
-    """Bytes of `"512MiB"`, `"1.5GiB"` or a plain whole number of bytes.
+    """Convert `"512MiB"`, `"1.5GiB"` or a plain whole number of bytes to bytes.
 
-    Fractions of a byte are dropped. Raises ValueError with a sentence that gives the allowed values.
+    Drops fractions of a byte. Raises ValueError, whose message gives the allowed values.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = value
@@ -58,7 +58,7 @@ def parse_size(value: object) -> int:
 
 
 def parse_percent(value: object) -> Fraction:
-    """The fraction of `"50%"`, above 0 and at most 1. Raises ValueError with a sentence."""
+    """Convert `"50%"` to a fraction above 0 and at most 1. Raises ValueError with a message for the user."""
     if not (isinstance(value, str) and (match := _PERCENT.fullmatch(value))):
         raise InvalidValue(f"{short(value)} is not a percentage", f"write for example '{_percent_hint(value)}'")
     fraction = Fraction(match[1]) / 100
@@ -68,9 +68,9 @@ def parse_percent(value: object) -> Fraction:
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of `"500ms"`, `"2s"`, `"5min"`, `"1h"` or a plain number of seconds; 0 or more.
+    """Convert `"500ms"`, `"2s"`, `"5min"`, `"1h"` or a plain number of seconds to seconds; 0 or more.
 
-    Raises ValueError with a sentence that gives the allowed values.
+    Raises ValueError, whose message gives the allowed values.
     """
     if isinstance(value, (int, float, Fraction)) and not isinstance(value, bool) and 0 <= value < 1e9:
         return float(value)
@@ -85,7 +85,7 @@ def parse_duration(value: object) -> float:
 
 
 def format_size(size: int | None) -> str:
-    """`4.00 GiB`, `512.0 MiB`, `-1.5 MiB`; `unknown` for None."""
+    """Format bytes: `4.00 GiB`, `512.0 MiB`, `-1.5 MiB`; `unknown` for None."""
     if size is None:
         return "unknown"
     for unit, scale, digits in (("TiB", TIB, 2), ("GiB", GIB, 2), ("MiB", MIB, 1), ("KiB", KIB, 1)):
@@ -95,7 +95,7 @@ def format_size(size: int | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """`0.8 s`, `45 s`, `10 min`, `2 h 5 min`, `3 d 4 h`."""
+    """Format seconds: `0.8 s`, `45 s`, `10 min`, `2 h 5 min`, `3 d 4 h`."""
     if seconds < 9.95:
         return f"{seconds:.1f}".removesuffix(".0") + " s"
     if seconds < 59.5:
@@ -124,7 +124,7 @@ def gpu_uuid(raw: bytes) -> str:
 
 
 def _percent_hint(value: object) -> str:
-    """The percentage that the user most likely intended by 50, 0.5 or '50', for a fix."""
+    """The percentage, for a fix, that the user most likely intended by a value such as 50, 0.5 or '50'."""
     if isinstance(value, str) and re.fullmatch(r"\s*\d{1,3}(\.\d{1,6})?\s*", value, re.ASCII):
         value = float(value)
     if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 100:
@@ -133,7 +133,7 @@ def _percent_hint(value: object) -> str:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether the value is a whole number of bytes, from 0 to 1 PiB."""
+    """True if the value is an int from 0 to 1 PiB."""
     return type(value) is int and 0 <= value <= MAX_SIZE
 
 

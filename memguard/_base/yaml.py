@@ -1,9 +1,9 @@
 """Parse YAML text to plain values; compute the line and column of each key and value on request.
 
-PyYAML only composes nodes and never constructs: nothing in a file can create an object. Composition counts depth and
-nodes (an alias counts as the nodes that it repeats), so no input can exhaust the stack or the memory. Plain scalars are
-`true` and `false`, decimal whole numbers and null; everything else is text, so YAML 1.1's `on`, `1:30`, `1_000` and
-`017` reach the validators unchanged.
+PyYAML only composes nodes and constructs no objects, so a file cannot create arbitrary Python objects. Composition
+limits the depth and the number of nodes (an alias counts as the nodes that it repeats), so no input can exhaust the
+stack or the memory. Only unquoted `true`, `false`, decimal whole numbers and null are converted; every other scalar
+stays text, so YAML 1.1's `on`, `1:30`, `1_000` and `017` reach the validators unchanged.
 """
 
 from __future__ import annotations
@@ -79,18 +79,18 @@ def read(raw: bytes | str) -> Document:
     document.find = partial(_places, root, composer.bad)
     if root is not None:
         document.data = _plain(root, (), document, composer.bad)
-    document.problems = list(dict.fromkeys(document.problems))  # an alias repeats its anchor's problems
+    document.problems = list(dict.fromkeys(document.problems))  # each alias reports its anchor's problems again
     return document
 
 
 class _Composer(yaml.SafeLoader):
-    """Composes nodes within the bounds, and collects in `bad` the ids of nodes that a budget does not allow."""
+    """Composes nodes, limits their depth and number, and collects in `bad` the ids of nodes with forbidden content."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.problems: list[Problem] = []
         self.bad: set[int] = set()
-        self._sizes: dict[int, tuple[int, int]] = {}  # by id of an anchored node: its number of nodes and of levels
+        self._sizes: dict[int, tuple[int, int]] = {}  # node count and depth of each anchored subtree, by `id(node)`
         self._nodes = self._depth = self._deepest = 0
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -109,7 +109,7 @@ class _Composer(yaml.SafeLoader):
             self._deepest = max(self._deepest, self._depth + levels)
             return super().compose_node(parent, index)
         if event.anchor is not None:
-            self.anchors.pop(event.anchor, None)  # a document may redefine an anchor
+            self.anchors.pop(event.anchor, None)  # YAML allows an anchor to be redefined; PyYAML does not
         before, deepest, self._deepest = self._nodes - nodes, self._deepest, self._depth + levels
         self._depth += 1
         node: Any = super().compose_node(parent, index)
@@ -122,7 +122,7 @@ class _Composer(yaml.SafeLoader):
         return node
 
     def _repeated(self, event: Any) -> tuple[int, int]:
-        """The nodes and levels of an alias's anchor."""
+        """Node count and depth of the anchored subtree that an alias repeats."""
         name = event.anchor[:40]
         node = self.anchors.get(event.anchor)
         if node is None:
@@ -148,7 +148,7 @@ class _Composer(yaml.SafeLoader):
 
 
 def _compose(text: str) -> tuple[Node | None, _Composer]:
-    """The first document and its composer. Raises Unreadable."""
+    """Compose the first document. Returns its root node (None if empty) and the composer; raises Unreadable."""
     try:
         composer = _Composer(text)
     except yaml.reader.ReaderError as error:
@@ -178,7 +178,7 @@ _ALIGN = "align this line with the keys beside it, or remove what does not belon
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str) -> Problem:
-    """Cause and fix, from the characters at which PyYAML's context and problem begin; else PyYAML's own sentence."""
+    """Infer cause and fix from the characters at PyYAML's context and problem marks; else quote PyYAML's message."""
     stop = error.problem_mark or error.context_mark
     began = error.context_mark or stop
     assert stop is not None and began is not None
@@ -240,7 +240,8 @@ def _plain(node: Node, path: Loc, document: Document, bad: set[int]) -> object:
 
 
 def _places(root: Node | None, bad: set[int]) -> Places:
-    """Line and column of each value that `_plain` puts into the document. An aliased value has its anchor's."""
+    """Line and column of each key and value that `_plain` puts into the document. An aliased value has the position of
+    its anchor."""
     keys: dict[Loc, Mark | None] = {}
     values: dict[Loc, Mark | None] = {(): (1, 1)}
 

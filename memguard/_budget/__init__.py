@@ -1,4 +1,4 @@
-"""The budget file (`schema.py` has its models and parses it), and the plan that resolves it. Pure."""
+"""The budget file, whose models and parser are in `schema`, and its resolution against GPUs, in `policy`."""
 
 from memguard._budget.schema import FRAMEWORKS as FRAMEWORKS
 from memguard._budget.schema import Budget as Budget

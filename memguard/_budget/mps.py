@@ -1,10 +1,10 @@
-"""The value that sets a process's memory limits under CUDA's Multi-Process Service (MPS). Pure.
+"""Read and write the variable that limits a process's GPU memory under CUDA's Multi-Process Service (MPS).
 
-Under MPS the driver refuses a client's allocations, of any library, beyond CUDA_MPS_PINNED_DEVICE_MEM_LIMIT. The
+Under MPS the driver refuses a client's allocations, by any library, beyond CUDA_MPS_PINNED_DEVICE_MEM_LIMIT. The
 variable identifies GPUs as CUDA_VISIBLE_DEVICES does, by ordinal or by UUID, each with a whole number and G or M:
 `0=8G`, `GPU-…=34816M`, separated by commas
 (https://docs.nvidia.com/deploy/mps/appendix-environment-variables.html). M is MiB, and the limit includes the client's
-context. A lower limit of the control daemon stays in effect.
+CUDA context. A lower limit of the MPS control daemon stays in effect.
 
 An entry for a GPU that the process does not see disables every limit, the daemon's included (ai-dynamo/dynamo, docs
 "Per-GPU Compute and Memory Limits with MPS", driver 615). So memguard writes only entries for the plan's GPUs, by UUID.
@@ -32,7 +32,7 @@ _UNSEEN = "and MPS drops every memory limit of a process for which an entry name
 
 
 class Entry(NamedTuple):
-    """One GPU's entry in the variable: its identifier, and bytes."""
+    """One entry of the variable: the GPU's ordinal or UUID, and the limit in bytes."""
 
     gpu: str
     size: int
@@ -51,7 +51,7 @@ def value(sizes: Mapping[str, int]) -> str:
 
 
 def parse(text: str) -> list[Entry]:
-    """Parse a value that was set outside memguard. Raises ValueError with a sentence."""
+    """Parse a value that was set outside memguard. Raises ValueError with a message for the user."""
     entries = []
     for part in text.split(","):
         found = _ENTRY.fullmatch(part)
@@ -62,15 +62,15 @@ def parse(text: str) -> list[Entry]:
 
 
 def unseen_gpus(entries: Iterable[Entry], devices: Sequence[Device]) -> list[str]:
-    """The identifiers of GPUs that are not visible to this process. Any ordinal counts as visible if ordinals are
-    unknown."""
+    """The identifiers in `entries` of GPUs that this process does not see. If the ordinal of a device is unknown, every
+    ordinal counts as visible."""
     numbered = all(device.ordinal is not None for device in devices)
     named = [entry.gpu for entry in entries if numbered or not entry.gpu.isdecimal()]
     return [gpu for gpu in named if not any(_identifies(gpu, device) for device in devices)]
 
 
 def limit_of(entries: Iterable[Entry], device: Device) -> int | None:
-    """The lowest limit that the entries set for a GPU, in bytes; None if no entry certainly identifies it."""
+    """The lowest limit that the entries set for a GPU, in bytes; None if no entry is known to identify it."""
     return min((entry.size for entry in entries if _identifies(entry.gpu, device)), default=None)
 
 
@@ -81,8 +81,9 @@ def _identifies(gpu: str, device: Device) -> bool:
 
 
 def strictest(plan: Plan, text: str | None) -> dict[str, int]:
-    """For each GPU, the stricter of `limits` and the limit already set in the variable. Raises ConflictingSetting for a
-    looser limit, for a malformed value, and for a value that would disable all limits.
+    """For each GPU, by UUID, the lower of the plan's limit and of the limit already set in the variable.
+
+    Raises ConflictingSetting for a looser limit, for a malformed value, and for one that would disable all limits.
     """
     wanted = limits(plan)
     if text is None or not text.strip():
@@ -107,13 +108,13 @@ def strictest(plan: Plan, text: str | None) -> dict[str, int]:
 
 
 def too_old(plan: Plan) -> DevicePlan | None:
-    """A GPU of the plan older than Volta, on which MPS enforces no limits."""
+    """The first GPU of the plan that is older than Volta, whose MPS enforces no limits; None if there is none."""
     return next((part for part in plan.devices if part.device.architecture in _TOO_OLD), None)
 
 
 def shortfalls(plan: Plan, text: str | None) -> Iterator[Advice]:
-    """Warnings for a process started with this value: GPUs on which it cannot reach its budget's limit, and a value
-    that limits nothing. They do not apply to a process that runs without MPS.
+    """Warnings for a process started with `text` as the variable's value: GPUs on which the process cannot reach its
+    budget's limit, and a value that limits nothing. They do not apply to a process that runs without MPS.
     """
     if text is None or not text.strip():
         return

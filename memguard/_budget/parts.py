@@ -1,4 +1,4 @@
-"""Divide a budget among processes that share a GPU. Pure."""
+"""Divide a budget among processes that share a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def part_of(budget: Budget, parts: int, noun: str = "rank") -> Budget:
-    """The budget of one of `parts` processes that share each GPU equally. `noun` names such a process in messages.
+    """The budget of one of `parts` processes that share each GPU equally. Messages call such a process `noun`.
 
     Raises PlanError if a size becomes less than 2 MiB.
     """
@@ -27,9 +27,9 @@ def part_of(budget: Budget, parts: int, noun: str = "rank") -> Budget:
 def multiplied(budget: Budget, part: Fraction, small: str, fix: str) -> Budget:
     """The budget scaled to `part` of each GPU, at most 1.
 
-    Scales limits of GPUs, and frameworks' sizes in bytes. Does not scale shares, which are relative to the process's
-    own limit, or the reserve, because each process has its own context. Raises PlanError if a size becomes less than 2
-    MiB: `small` is appended to that size in the message, and `fix` is its fix.
+    Scales the limits of GPUs, and the frameworks' sizes in bytes. Does not scale shares, which are relative to the
+    process's own limit, and the reserve, because each process has its own CUDA context. Raises PlanError if a size
+    becomes less than 2 MiB: its message is that size followed by `small`, and its fix is `fix`.
     """
     if part == 1:
         return budget
@@ -60,22 +60,21 @@ def multiplied(budget: Budget, part: Fraction, small: str, fix: str) -> Budget:
 
 
 def refuse_ranks(budget: Budget, whose: str, instead: str) -> None:
-    """Raise ConfigError for a budget with `ranks` if an engine already divides it among its workers."""
+    """Raise ConfigError for a budget with `ranks`: the caller already divides the budget among workers."""
     if budget.ranks is not None:
         what = f"ranks is for processes of torchrun, mpirun and srun: {whose} workers are none"
         raise ConfigError([budget.problem(("ranks",), what, f"remove it, {instead}")], budget.source or "budget")
 
 
 def with_part_note(error: PlanError, part: Fraction, why: str) -> PlanError:
-    """The error with a note for the author of the whole budget: the error's figures apply to one process with `part` of
-    it."""
+    """Add to each fix the note that the error's figures are those of one worker, with `part` of the budget's limits."""
     of = f"these are the figures of a worker, whose limits are {part} of the budget's ({why})"
     problems = [replace(one, fix=f"{one.fix}; {of}") for one in error.problems] if part < 1 else error.problems
     return PlanError(problems, error.source)
 
 
 def with_nccl(budget: Budget) -> Budget:
-    """Add one NCCL communicator for each framework that can have communicators and whose count the budget omits."""
+    """Set `nccl: 1` for each framework that has the key `nccl` and for which the budget omits it."""
     unsaid = without_nccl(budget)
     found: dict[str, Any] = {
         name: one.model_copy(update={"nccl": 1}) if name in unsaid else one for name, one in budget.frameworks.items()
@@ -84,6 +83,6 @@ def with_nccl(budget: Budget) -> Budget:
 
 
 def without_nccl(budget: Budget) -> list[str]:
-    """The frameworks that can have NCCL communicators and whose count the budget omits."""
+    """The frameworks of the budget that have the key `nccl` and for which the budget omits it."""
     owners = [name for name in budget.frameworks if any(option.name == "nccl" for option in SPECS[name].options)]
     return [name for name in owners if budget.frameworks[name].nccl is None]

@@ -1,7 +1,7 @@
-"""Resolve a budget against devices into a plan; resize and admit. Pure: no clock, thread, environment or GPU.
+"""Resolve a budget against devices into a plan, change its caps, and decide on the admission of requests.
 
-`plan` returns a Plan or raises PlanError with every problem. Shares are divided by largest remainder in whole
-granules of 2 MiB, so caps never add up to more than was declared.
+Uses no clock, thread, environment variable or GPU. `plan` returns a Plan or raises PlanError with every problem.
+`_divide` divides memory by the largest-remainder method in granules of 2 MiB, so caps never exceed the declared sum.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 RESERVE_BY_ARCHITECTURE = {"turing": Fraction(3, 4), "ampere": Fraction(7, 8), "ada": Fraction(7, 8)}
-"""The reserve's factor on older architectures: a context grows with the number of multiprocessors. Not measured."""
+"""Factor of `reserve: auto` on older architectures, whose CUDA contexts are smaller because they have fewer
+multiprocessors. Not measured."""
 
 
 def auto_reserve(
     architecture: str, frameworks: Sequence[str], communicators: int = 0, second_context: bool = False
 ) -> int:
-    """`reserve: auto` in bytes, computed from the architecture and the *declared* frameworks, so that import order
-    changes no cap."""
+    """The bytes of `reserve: auto`. Computed from the *declared* frameworks, so that import order changes no cap."""
     libraries = [f"nccl {number}" for number in range(1, communicators + 1)] + [SECOND_CONTEXT] * second_context
     needed = CONTEXT + sum(workspace(name) for name in (*frameworks, *libraries)) + SLACK
     return round_down(int(needed * RESERVE_BY_ARCHITECTURE.get(architecture, Fraction(1))))
 
 
 def workspace(name: str) -> int:
-    """The reserve for a framework, or for a library that `Framework.libraries` names, in bytes."""
+    """The bytes that `reserve: auto` includes for a framework, or for a library that `Framework.libraries` names."""
     found = _outside(name)
     return found.workspace if found is not None else 128 * MIB
 
 
 def modules(name: str) -> int:
-    """The largest measured size of a framework or library outside every cap, in bytes; 0 if not measured."""
+    """The most memory outside every cap that was measured for a framework or library, in bytes; 0 if not measured."""
     found = _outside(name)
     return found.modules if found is not None else 0
 
@@ -58,22 +58,23 @@ def _outside(name: str) -> FrameworkSpec | Outside | None:
 
 
 def needs_ordinals(budget: Budget) -> bool:
-    """True if the budget names a GPU by CUDA ordinal, so that CUDA must be queried for its numbering."""
+    """True if the budget names a GPU by CUDA ordinal, so that memguard must query CUDA for the ordinals."""
     return any(_is_ordinal(key) for key in budget.devices)
 
 
 class _Rule(Generic[T]):
-    """A value that the budget sets for one device, and the path of the entry that sets it."""
+    """A limit or reserve that the budget sets for one device, and the path of the mapping in the file that sets it."""
 
     def __init__(self, value: T, at: tuple[str, ...]) -> None:
         self.value, self.at = value, at
 
 
 def plan(budget: Budget, devices: Sequence[Device], sharing: Sharing | None = None) -> Plan:
-    """Resolve the budget against the devices. Raises PlanError if it does not fit one of them.
+    """Resolve the budget against the devices. Raises PlanError if the budget does not fit one.
 
-    `sharing` gives the number of ranks that share each device: the plan is one rank's, whose limits are its part of the
-    budget's, rounded down to granules. Without `sharing`, the count of `ranks: {per_gpu: 2}` applies.
+    `sharing` gives the number of ranks that share each device. The plan is then for one rank: each limit is the
+    budget's limit divided by that number, rounded down to granules. Without `sharing`, the number comes from a budget
+    with `ranks: {per_gpu: 2}`.
     """
     whole = _resolved(budget, devices)
     if sharing is None and isinstance(budget.ranks, int):
@@ -96,7 +97,7 @@ def plan(budget: Budget, devices: Sequence[Device], sharing: Sharing | None = No
 
 
 def _resolved(budget: Budget, devices: Sequence[Device], sharers: int = 1) -> Plan:
-    """The budget, or its part for one of `sharers` ranks, on these devices."""
+    """Resolve the budget on these devices. If `sharers` > 1, the budget is already divided for one of these ranks."""
     problems: list[Problem] = []
     plans = []
     matched: set[str] = set()
@@ -115,7 +116,7 @@ def _resolved(budget: Budget, devices: Sequence[Device], sharers: int = 1) -> Pl
         keys = [str(key) for key in budget.devices if _matches(str(key), device)]
         matched.update(keys)
         overrides = {str(key): value for key, value in budget.devices.items()}
-        for key in sorted(keys, key=_precedence, reverse=True):  # the strongest is applied last
+        for key in sorted(keys, key=_precedence, reverse=True):  # the most specific key is applied last
             override = overrides[key]
             limit = limit if override.limit is None else _Rule(override.limit, ("devices", key))
             reserve = reserve if override.reserve is None else _Rule(override.reserve, ("devices", key))
@@ -135,7 +136,7 @@ def _resolved(budget: Budget, devices: Sequence[Device], sharers: int = 1) -> Pl
 
 
 def _fixed(budget: Budget) -> Iterator[str]:
-    """The elastic frameworks whose caps cannot move."""
+    """Notes on elastic frameworks whose caps cannot change."""
     from memguard._budget.values import text
 
     for name, framework in budget.frameworks.items():
@@ -147,11 +148,12 @@ def _fixed(budget: Budget) -> Iterator[str]:
 
 
 class _Misfits:
-    """Collects misfits over all devices, because one figure in a fix must fit every device.
+    """Collects the problems on all devices before any fix is written, because a figure in a fix must fit every device.
 
-    `found` holds a path, the misfit there on one device, and its fix (None: lower the parts to fit each device). `most`
-    is the lowest usable memory of the GPUs for which a limit is set, `least` the largest need of one of them. With
-    several `sharers` the budget is one sharer's part.
+    `found` has tuples: path, message for one device, and fix (None if the fix depends on all devices). `rooms` has
+    limit − reserve of each device that the amounts exceed. By path, `most` is the smallest usable memory of the GPUs to
+    which a too high limit applies, and `least` the largest value that one of the GPUs needs there. With `sharers` > 1,
+    the budget is already divided for one of these ranks.
     """
 
     def __init__(self, sharers: int = 1) -> None:
@@ -170,7 +172,7 @@ class _Misfits:
         return [budget.problem(loc, message, fix or self._fix(budget, loc)) for loc, message, fix in self.found]
 
     def _for_all(self, loc: tuple[str, ...]) -> str:
-        """The fix if the budget fits one process but not several: all processes share the limit in the file."""
+        """The fix for a budget that fits one process but not `sharers` ranks, which share the limit in the file."""
         fewer = "start fewer ranks on a GPU"
         if loc in self.least and loc[-1] != "max":
             needed = -(-self.least[loc] * self.sharers // MIB)
@@ -190,7 +192,7 @@ class _Misfits:
         shares, limits = _parts(budget)
         elastic = [name for name, part in budget.frameworks.items() if part.min is not None]
         lowered = values.as_text(suggestions.fitting(shares, limits, min(self.rooms)), elastic)
-        raised = "" if self.most else ", or raise device.limit"  # with `most`, the limit already exceeds a GPU
+        raised = "" if self.most else ", or raise device.limit"  # if `most` is set, a limit already exceeds a GPU
         if not lowered:
             return f"not even the smallest caps fit: name fewer frameworks{raised}"
         parts = "shares, limits or minima" if elastic else "shares or limits"
@@ -198,7 +200,7 @@ class _Misfits:
 
 
 def _parts(budget: Budget) -> tuple[dict[str, Fraction], dict[str, int]]:
-    """The guaranteed parts of the budget's frameworks: shares, and sizes in bytes."""
+    """The guaranteed amounts of the budget's frameworks: those given as shares, and those given in bytes."""
     parts = {name: framework.guaranteed for name, framework in budget.frameworks.items()}
     shares = {name: part for name, part in parts.items() if isinstance(part, Fraction)}
     return shares, {name: round_down(part) for name, part in parts.items() if isinstance(part, int)}
@@ -212,7 +214,7 @@ def _device_plan(
     misfits: _Misfits,
     sharers: int,
 ) -> DevicePlan | None:
-    """The plan of one device; None if the budget does not fit it: `misfits` has the reasons."""
+    """The plan of one device; None if the budget does not fit the device. Adds the reasons to `misfits`."""
     label = f"{device.name} ({device.uuid})"
     share = limit_rule.value
     limit = int(share * device.usable) if isinstance(share, Fraction) else share
@@ -236,7 +238,7 @@ def _device_plan(
     if room < GRANULE:
         message = f"nothing is left on {label}: limit {format_size(limit)}, reserve {format_size(reserve)}"
         at = limit_rule.at if reserve_rule.at == ("device",) else reserve_rule.at
-        # Room for the parts in bytes, and for the smallest cap of each share.
+        # Enough for all amounts in bytes, and for the smallest cap (one granule) of each share.
         least = sum(fixed.values()) / (1 - total) if fixed and total < 1 else 0
         least = reserve + int(max(least, *(GRANULE / part for part in shares.values()), GRANULE)) + 1
         fix = None if least <= device.usable and fits else _smaller_reserve(auto, device.usable - (least - reserve))
@@ -270,7 +272,8 @@ def _device_plan(
 
 
 def _maxima(budget: Budget, room: int, label: str, misfits: _Misfits) -> dict[str, int] | None:
-    """The max of each framework whose cap can move, on one device; None if a max is below its min (see `misfits`)."""
+    """The max on one device of each framework whose cap can change. None if a max is below the same framework's min;
+    then `misfits` has the reason."""
     found, fits = {}, True
     for name, framework in budget.frameworks.items():
         if framework.min is None or framework.max is None:
@@ -287,12 +290,11 @@ def _maxima(budget: Budget, room: int, label: str, misfits: _Misfits) -> dict[st
 
 
 def starting_caps(room: int, caps: Mapping[str, int], elastic: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """The initial caps in bytes: `caps`, in which elastic frameworks have their min, plus the spare room lent to
-    elastic frameworks.
+    """The initial caps in bytes. `caps` has each elastic framework's min; the rest of `room` is added to elastic caps.
 
-    Frameworks with an allocator other than memguard's borrow first: they cannot raise their cap within a request that
-    would fail. `rebalance` later lowers caps that these frameworks do not use. The other elastic frameworks borrow the
-    rest, in file order. Σ caps ≤ `room`, and each elastic cap is within its bounds.
+    Frameworks with an allocator other than memguard's are raised first, because their cap cannot be raised within a
+    request that would fail. `rebalance` later lowers caps that are not used. The other elastic frameworks receive the
+    rest, in file order. Σ caps ≤ `room`, and each elastic cap is between min and max.
     """
     found, spare = dict(caps), round_down(max(room - sum(caps.values()), 0))
     for name in sorted(elastic, key=lambda name: SPECS[name].requests_room):
@@ -314,19 +316,19 @@ def communicators(budget: Budget) -> int:
 
 
 def own_context(budget: Budget) -> bool:
-    """Whether a framework of the budget uses its own CUDA context."""
+    """True if a framework of the budget uses its own CUDA context."""
     return bool(_setting(budget, "context") == "own")
 
 
 def _setting(budget: Budget, option: str) -> Any:
-    """The option's value in the only framework that has it; None if the budget does not name that framework."""
+    """The option's value for the only framework that has the option; None if the budget omits this framework."""
     owner = budget.frameworks.get(OPTION_OWNERS[option])
     return None if owner is None else getattr(owner, option)
 
 
 def _divide(room: int, shares: Mapping[str, Fraction]) -> dict[str, int]:
-    """Divide by largest remainder, in granules. The sum is the sum of the exact shares, rounded down. Ties follow file
-    order."""
+    """Divide `room` by the largest-remainder method, in granules. The caps add up to the sum of the exact shares,
+    rounded down to granules; equal remainders are served in file order."""
     exact = {name: share * room / GRANULE for name, share in shares.items()}
     units = {name: int(value) for name, value in exact.items()}
     left = int(sum(exact.values(), Fraction(0))) - sum(units.values())
@@ -353,11 +355,11 @@ def _matches(key: str, device: Device) -> bool:
 
 
 def room_left(room: int, others: Iterable[tuple[int, int]]) -> int:
-    """The bytes of `room` that remain for one framework. `others` are each other framework's cap and held bytes; the
-    result is below 0 if they exceed the room.
+    """The bytes of `room` that remain for one framework; below 0 if the other frameworks exceed `room`. `others` has
+    the cap and the held bytes of each other framework.
 
-    Lowering a cap below live arrays frees no array. So each framework counts with the larger of its cap and its held
-    bytes: bytes above the cap remain unavailable until they are freed.
+    Subtracts the larger of cap and held bytes: lowering a cap does not free live arrays, so bytes held above a cap
+    remain unavailable until they are freed.
     """
     for cap, held in others:
         room -= max(cap, held)
@@ -365,14 +367,15 @@ def room_left(room: int, others: Iterable[tuple[int, int]]) -> int:
 
 
 def highest_cap(part: DevicePlan, framework: str, held: Mapping[str, int] = {}) -> int:
-    """The highest possible cap of `framework`: the room that the other allocators leave. `held` is by allocator."""
+    """The highest possible cap of `framework`, given the caps and held bytes of the other allocators. `held` has bytes
+    by allocator."""
     own = allocator_of(part, framework)
     others = [(cap, held.get(name, 0)) for name, cap in caps_of(part).items() if name != own]
     return room_left(part.limit - part.reserve, others)
 
 
 def known_held(usage: Usage | None) -> int:
-    """The bytes that a framework holds, or their lower bound if it does not report them."""
+    """The bytes that a framework holds, or a lower bound if the framework does not report them."""
     if usage is None:
         return 0
     return usage.held if usage.held is not None else max(usage.held_at_least or 0, usage.in_use or 0)
@@ -385,11 +388,10 @@ def resized(
     held: Mapping[str, Mapping[str, int]] = {},
     short: Mapping[str, Room] = {},
 ) -> Plan:
-    """The plan with the framework's cap changed to `size` bytes on every device. Raises PlanError if the cap does not
-    fit.
+    """The plan with the framework's cap changed to `size` bytes on every device. Raises PlanError if it does not fit.
 
-    `held` is by UUID and allocator, in bytes. The guard first lowers elastic caps to their min and trims others' caches
-    above their caps; `short` gives, by UUID, the room that is still missing after that.
+    `held` has the held bytes by UUID and allocator. The guard has already lowered other elastic caps to their min, and
+    trimmed caches above the lowered caps; `short` has, by UUID, the result: how many bytes are still missing.
     """
     for part in current.devices:
         if (allocator := allocator_of(part, framework)) != framework:
@@ -402,7 +404,7 @@ def resized(
     for part in current.devices:
         uuid = part.device.uuid
         most = cap - short[uuid].missing if uuid in short else highest_cap(part, framework, held.get(uuid, {}))
-        available[uuid] = max(most, part.caps.get(framework, 0))  # a lower cap always fits
+        available[uuid] = max(most, part.caps.get(framework, 0))  # lowering a cap always fits
         over[uuid] = _above(part, framework, held.get(uuid, {}))
     most = round_down(min(available.values(), default=0))
     live = dict.fromkeys(name for sizes in (*(room.live for room in short.values()), *over.values()) for name in sizes)
@@ -434,7 +436,7 @@ def resized(
 
 
 def with_cap(current: Plan, uuid: str, framework: str, cap: int) -> Plan:
-    """The plan with one cap changed on one GPU, as decided by `lending`."""
+    """The plan with one cap changed on one GPU."""
     devices = [
         replace(
             part,
@@ -449,16 +451,17 @@ def with_cap(current: Plan, uuid: str, framework: str, cap: int) -> Plan:
 
 
 def guaranteed_cap(part: DevicePlan, framework: str) -> int:
-    """The cap that siblings cannot reduce: the room less elastic siblings' minima and the others' caps, in bytes."""
+    """The cap in bytes that `framework` can reach whatever other frameworks borrow: limit − reserve − the min of each
+    other elastic framework − the cap of each other fixed framework."""
     own = allocator_of(part, framework)
     others = (part.elastic.get(name, (cap, cap))[0] for name, cap in caps_of(part).items() if name != own)
     return part.limit - part.reserve - sum(others)
 
 
 def elastic_advice(refusal: Refusal, part: DevicePlan, room: Room) -> Advice:
-    """The advice for a refusal. If an elastic framework's cap refused the request, the advice adds the framework's min
-    and max, the room between them, the siblings whose live arrays occupy memory that the framework could borrow, and
-    which min or max to change."""
+    """The advice for a refusal. If an elastic cap refused the request, the advice adds the framework's min and max, the
+    cap that this framework can certainly reach, the frameworks whose live arrays occupy memory that it could borrow,
+    and the min or max to change."""
     framework = refusal.framework
     if framework not in part.elastic or not isinstance(refusal, OverCap):
         return refusal.advice()
@@ -475,11 +478,11 @@ def elastic_advice(refusal: Refusal, part: DevicePlan, room: Room) -> Advice:
 
 
 def _bounds(part: DevicePlan, framework: str, mib: int, live: bool) -> str:
-    """The change of bounds in the budget that lets the cap of an elastic framework reach `mib` MiB."""
+    """The change of min or max in the budget that lets the cap of an elastic framework reach `mib` MiB."""
     most, guaranteed, room = part.elastic[framework][1], guaranteed_cap(part, framework), part.limit - part.reserve
     if mib * MIB > room:
         return f"use a larger GPU: the budget has {format_size(room)} of this one for all frameworks"
-    # Within its max only a higher min guarantees the cap: others may borrow the spare.
+    # Below max, only a higher min guarantees the cap, because other frameworks may borrow unused memory.
     within = live or guaranteed < most
     keys = ("min and max" if mib * MIB > most else "min") if within else "max"
     text = f"raise frameworks.{framework}.{keys} in the budget to at least {mib}MiB"
@@ -496,7 +499,7 @@ def _above(part: DevicePlan, framework: str, held: Mapping[str, int]) -> dict[st
 
 
 def _occupants(lent: Mapping[str, int], over: Mapping[str, int]) -> str:
-    """The frameworks whose live arrays occupy borrowed bytes or bytes above their cap, largest first."""
+    """Text that lists frameworks whose live arrays occupy borrowed memory or memory above the cap, largest first."""
     text = ""
     for what, sizes in (("lent to others, in live arrays", lent), ("held above their caps", over)):
         if sizes:
@@ -506,9 +509,9 @@ def _occupants(lent: Mapping[str, int], over: Mapping[str, int]) -> str:
 
 
 def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
-    """A warning if the limit is out of reach now, because other processes hold part of the GPU; else None.
+    """A warning if this process cannot reach its limit now, because other processes hold memory of the GPU; else None.
 
-    `own` is the number of bytes that this process holds; None if NVML does not report them separately.
+    `own` is the bytes that this process holds; None if NVML does not report them separately.
     """
     available = memory.free + (own or 0)
     if part.limit <= available:
@@ -536,7 +539,7 @@ def _who_holds(memory: MemoryInfo) -> str:
 
 @dataclass(frozen=True)
 class OverCap:
-    """A refusal by the cap, in bytes. `pool` describes the shared pool if the framework uses it."""
+    """A refusal because of the cap. Sizes are bytes. `pool` describes the shared pool if the framework uses it."""
 
     framework: str
     needed: int
@@ -547,8 +550,8 @@ class OverCap:
     pool: str = ""
 
     def for_client(self, others: int, pool: str) -> OverCap:
-        """The refusal with the framework's own figures, if other frameworks use `others` bytes of its allocator. `pool`
-        is the note about these bytes."""
+        """Replace the allocator's figures with the framework's own, if other frameworks use `others` bytes of the
+        allocator. `pool` is the note about these bytes."""
         held, in_use = ((None if size is None else size - others) for size in self.own[:2])
         own = self.own._replace(held=held, in_use=in_use)
         return replace(self, cap=max(self.cap - others, 0), own=own, pool=pool)
@@ -559,7 +562,7 @@ class OverCap:
         return -(-(self.cap + self.footprint - self.available) // MIB)
 
     def advice(self, cap_is: str = "is", change: str = "") -> Advice:
-        """`change`: the budget's key to change, if that is not the framework's own cap."""
+        """`change` is the instruction to change the budget, if it is not to raise the framework's own cap."""
         own, needed = self.own, format_size(self.needed)
         least = "" if own.held is not None else "at least "
         held = own.held if own.held is not None else own.held_at_least
@@ -575,7 +578,8 @@ class OverCap:
 
 @dataclass(frozen=True)
 class NoneFree:
-    """A refusal because the GPU is full although the cap has room, in bytes. `idle`: caches of other frameworks."""
+    """A refusal because the GPU is full, although the cap allows the request. Sizes are bytes. `idle` is the caches of
+    other frameworks."""
 
     framework: str
     needed: int
@@ -584,7 +588,7 @@ class NoneFree:
     pool: str = ""
 
     def for_client(self, others: int, pool: str) -> NoneFree:
-        """Like `OverCap.for_client`, with the figures unchanged."""
+        """Add the note `pool`; the figures need no change, unlike those of `OverCap`."""
         return replace(self, pool=pool)
 
     def advice(self) -> Advice:
@@ -598,7 +602,7 @@ class NoneFree:
 
 @dataclass(frozen=True)
 class Reserved:
-    """A refusal because other workloads have reserved the memory, in bytes."""
+    """A refusal because other workloads have reserved the memory. Sizes are bytes."""
 
     framework: str
     needed: int
@@ -615,8 +619,8 @@ Refusal = OverCap | NoneFree | Reserved
 
 
 class Admission(NamedTuple):
-    """The result of `admit`. `trim` lists the frameworks to trim first; `refusal` is the reason if the memory is not
-    available.
+    """The result of `admit`: `refusal` is None if the memory is available, perhaps after the frameworks in `trim` have
+    been trimmed.
 
     `available` is in bytes.
     """
@@ -635,12 +639,13 @@ def admit(
     memory: MemoryInfo,
     allocator: str = "",
 ) -> Admission:
-    """Whether `framework` can get `needed` bytes more on one device, within its cap and the GPU's free memory.
+    """Decide whether `framework` can allocate `needed` more bytes on one device, within its cap and the free memory.
 
-    `usages` are by allocator; `allocator` names the allocator that serves the framework, if several frameworks share
-    it. `footprint` is the bytes that the allocator would allocate from the driver. `admit` refuses only a request that
-    is certain to fail. So the allocator's own cache counts as room: it returns the reclaimable part by itself, and the
-    rest may serve the request. If held is unknown (TensorFlow with growth), live arrays count instead.
+    `usages` has the usage of each allocator; `allocator` names the allocator that serves the framework, by default one
+    with the framework's name. `footprint` is the bytes that this allocator would allocate from the driver. `admit`
+    refuses only a request that is certain to fail. So the allocator's own cache counts as available: the allocator
+    returns reclaimable bytes by itself, and the remaining cache may serve the request. If the held bytes are unknown
+    (TensorFlow with growth), the bytes of live arrays count in their place.
     """
     allocator = allocator or framework
     own = usages.get(allocator) or Usage(held=0, in_use=0)
@@ -652,7 +657,7 @@ def admit(
         stuck = max(taken - (own.in_use if own.in_use is not None else taken), 0)
     room = max(cap - taken, 0)
     if (footprint > room or needed <= stuck) and framework in SPECS and SPECS[framework].pads:
-        stuck = 0  # this cache is the rounding of blocks, which serves no other request
+        stuck = 0  # the bytes beyond live arrays are rounding, which can serve no request
     if footprint > room and needed > stuck:
         return Admission(max(room, stuck), refusal=OverCap(framework, needed, footprint, max(room, stuck), cap, own))
     short = 0 if needed <= stuck else footprint - idle - memory.free
@@ -676,10 +681,10 @@ def admit(
 
 
 def in_use(usage: Usage | None) -> int | None:
-    """The bytes of live arrays: 0 if the framework is not live."""
+    """The bytes of live arrays; 0 if the framework is not initialised."""
     return 0 if usage is None else usage.in_use
 
 
 def trim_order(idle: int, sure: bool) -> tuple[bool, int]:
-    """The sort key of caches to trim: caches whose reclaimable bytes are known come first, and of these the largest."""
+    """The sort key of caches to trim: first those with known reclaimable bytes; of equal kind, larger ones first."""
     return not sure, -idle

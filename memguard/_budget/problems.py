@@ -1,6 +1,6 @@
-"""Convert pydantic's errors and the rules' violations to Problems: path, message and fix.
+"""Convert pydantic's errors and the violations that `rules` found to `Problem`s: path, message and fix.
 
-pydantic reports the path and kind of an error; the models supply the allowed values.
+pydantic reports the path and the type of an error; the models supply the allowed values.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from memguard._frameworks.specs import SPECS
 from memguard.errors import Problem
 
 Fields = Mapping[str, Mapping[str, Any]]
-"""The fields of each level by key; the levels are "", `device`, `frameworks`, `monitor`, `metrics`, `suspend`,
-`doctor`, and each framework."""
+"""The model fields of each level of the file, by key. The levels are "" (top), `device`, `frameworks`, `monitor`,
+`metrics`, `suspend`, `doctor`, and each framework."""
 
 _EXAMPLE = "torch: {share: 50%}"
 _SHAPES = {
-    # for each key: the required content, and an example of it
+    # For each key, the content that it requires, and the example to write if its value has the wrong type.
     "device": ("the keys limit and reserve", "'device: {limit: 90%}'"),
     "devices": ("one line for each GPU", "for example '0: {limit: 50%}' under devices"),
     "frameworks": ("one line for each framework", f"for example '{_EXAMPLE}' under frameworks"),
@@ -45,13 +45,12 @@ _OFF = {
     "when_idle": "remove the key: it is not suspended by itself then",
     "on_demand": "remove the key: it is not suspended for others' leases then",
 }
-"""The fix for a word such as `off` that is not a valid value of these keys."""
-# Synonyms of values, each with the valid one.
+"""The fix for a word such as `off`, which is no valid value of these keys."""
+# Each synonym of a value, with the valid value.
 _VALUES = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 _VALUES |= {"warning": "warn", "free": "trim"} | dict.fromkeys(("error", "exception", "fail", "abort"), "raise")
 _UNSAFE = {"host_memory": "ignore"}
-"""Words that turn off a safety check, by key. A similar word is never suggested as one of them: the user must write the
-exact word."""
+"""By key, the value that turns off a safety check: never suggested for a value that is only similar."""
 _KEYS = {
     **dict.fromkeys(("gpu", "all", "card", "cards"), "device"),
     **dict.fromkeys(("gpus", "overrides", "per_device", "per_gpu"), "devices"),
@@ -86,13 +85,13 @@ _KEYS = {
     **{alias: option.name for spec in SPECS.values() for option in spec.options for alias in option.aliases},
 }
 _OTHERS = ("cudf", "cuml", "numpy")
-"""Libraries whose names are close to a framework's name but are not misspellings of it."""
+"""Libraries whose names are similar to a framework's, and so must not be taken for a misspelt framework."""
 
 
 def problems(
     errors: Iterable[Mapping[str, Any]], violations: list[Violation], document: Document, fields: Fields
 ) -> list[Problem]:
-    """All problems, in file order."""
+    """All problems to report, in file order, without those that another one explains."""
     named = {violation.loc for violation in violations if violation.alone}
     found = [_violation(error, fields, document.data) for error in errors if tuple(error["loc"]) not in named]
     every = [*found, *violations]
@@ -101,8 +100,7 @@ def problems(
     everything = explained | alone
 
     def reported(violation: Violation) -> bool:
-        """True if a problem at or above the same path was reported already, or if a reported problem excludes all
-        others."""
+        """True if another problem at or above the violation's path makes this violation redundant."""
         above = {violation.loc[:n] for n in range(len(violation.loc))}
         at = explained if violation.alone else everything
         return violation.loc in at or not above.isdisjoint(everything)
@@ -142,7 +140,7 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
 
 
 def _shape(loc: Loc, raw: object, data: object) -> tuple[str, str] | None:
-    """The required content of a key, of a GPU's entry or of a framework's, and an example to write."""
+    """The content that a key, the name of a GPU or a framework requires, and an example to write."""
     if len(loc) == 1:
         key = str(loc[0])
         shape = _SHAPES.get(key)
@@ -173,7 +171,7 @@ def _instead(key: str, raw: object) -> str:
 
 
 def _name(word: object) -> str:
-    """The framework that the user probably intended by a word; "" if no name is close."""
+    """The framework that a word names directly or by an alias; "" if none."""
     normal = suggestions.normal(word) if isinstance(word, str) else ""
     return normal if normal in SPECS else next((n for n, spec in SPECS.items() if normal in spec.aliases), "")
 
@@ -199,19 +197,19 @@ def _choice(loc: Loc, key: str, kind: str, raw: object, info: Any) -> tuple[str,
         if meant and _UNSAFE.get(key) == meant and not word.startswith(meant):
             meant, fix = "", f"write {_quoted(words)}"
     if isinstance(raw, (str, int)) and meant:
-        # Only the quotes are wrong.
+        # If `raw` equals `meant`, the value is valid except for its quotes.
         quotes = " without quotes" if raw == meant else ""
         fix = f"write '[{meant}]'" if kind == "tuple_type" else f"write '{meant}'{quotes}"
     return f"each entry of {key} is {what}" if entry else f"{key} is {what}", fix
 
 
 def _near(word: str, words: Iterable[str]) -> str:
-    """The closest word; "" if none is close. Long text is not compared, because that is slow."""
+    """The most similar of `words`; "" if none is similar. Does not compare a word of over 40 characters: too slow."""
     return next(iter(difflib.get_close_matches(word, words, 1)), "") if len(word) <= 40 else ""
 
 
 def _words(info: Any) -> tuple[str, ...]:
-    """The words that a field, or each entry of its list, accepts."""
+    """The words that a field accepts, or that each item of a list may be."""
     if info.annotation is bool:
         return "true", "false"
     kind = get_args(info.annotation)[0] if get_origin(info.annotation) is tuple else info.annotation
@@ -249,7 +247,7 @@ def _unknown(loc: Loc, fields: Fields, data: object) -> Violation:
 
 
 def _of_all_gpus(loc: Loc, name: str, data: object) -> Violation:
-    """A key of `device` below one GPU: it applies to all GPUs only."""
+    """The violation for a key below one GPU that is allowed only in `device`, which applies to all GPUs."""
     allowed = f"allowed here: {', '.join(suggestions.FIELDS_OF_A_DEVICE)}"
     there = suggestions.at(data, ("device", name)) is not None
     fix = "remove it: 'device:' has it" if there else "move it to 'device:'"
@@ -259,19 +257,20 @@ def _of_all_gpus(loc: Loc, name: str, data: object) -> Violation:
 def _instead_of(
     name: str, level: str, value: object, siblings: Mapping[str, Any], fields: Fields, data: object
 ) -> tuple[str, tuple[Loc, ...], bool]:
-    """The fix for an unknown key, the other paths that it explains, and whether the key belongs elsewhere."""
+    """For an unknown key: the fix, the other paths whose problems this key explains, and whether the key is valid at
+    another level."""
     own: Loc = () if level == "" else (level,) if level not in SPECS else ("frameworks", level)
     allowed = fields[level]
 
     def known(word: str) -> str:
-        """The key of this level that the user probably intended by `word`; "" if no key is close."""
+        """Resolve `word` to the valid key of this level by alias or similar spelling; "" if there is none."""
         normal = suggestions.normal(word)
         if level == "frameworks" and normal in _OTHERS:
             return ""
         if normal in allowed:
             return normal
         near = alias if (alias := _KEYS.get(normal, "")) in allowed else _near(normal, allowed)
-        other = {"min": "max", "max": "min"}.get(near, "")  # `mix` is as close to `min` as to `max`
+        other = {"min": "max", "max": "min"}.get(near, "")  # `mix` resembles `min` and `max`
         return other if near in siblings and other and other not in siblings and _near(normal, [other]) else near
 
     if cut := suggestions.decimals(name, siblings):
@@ -293,7 +292,7 @@ def _instead_of(
     if amount and level in SPECS and set(SIZES) & set(siblings) and not known(name):
         return "remove it", (), False
     line, fix = _sized(name, value, level, siblings, known(name)) if amount else ("", "")
-    if fix and line != f"{known(name)}: {_written(value)}":  # equal if the key is only misspelt
+    if fix and line != f"{known(name)}: {_written(value)}":  # equal if the user only misspelt the key
         return fix, (), level == "" or name == "share"
     if near := known(name):
         explains: tuple[Loc, ...] = ((*own, near),) if near not in siblings else ()
@@ -319,8 +318,8 @@ _BOUNDS = {
 
 
 def _bound(name: str, siblings: Mapping[str, Any]) -> str:
-    """`min` or `max` if `name` is a synonym or misspelling of it, and the entry of the elastic framework has only the
-    other bound; else ""."""
+    """`min` or `max` if `name` is a synonym or misspelling of this key, and the framework has only the other of the two
+    keys; else ""."""
     bound = _BOUNDS.get(suggestions.normal(name), "")
     words = [suggestions.normal(key) for key in siblings if key != name]
     others = {_BOUNDS.get(word) or _near(word, ("min", "max")) or word for word in words}
@@ -328,7 +327,8 @@ def _bound(name: str, siblings: Mapping[str, Any]) -> str:
 
 
 def _too_far_left(name: str, value: object, fields: Fields, data: object) -> str:
-    """The framework whose nested key is not indented, so that it is a sibling key; "" if none."""
+    """The framework to which the key `name` belongs, if the user did not indent the key below the framework; "" if
+    unclear."""
     empty = [one for one in suggestions.unsized(data) if suggestions.at(data, ("frameworks", one)) is None]
     if len(empty) != 1 or name not in fields[empty[0]] or isinstance(value, (Mapping, list)):
         return ""
@@ -336,15 +336,15 @@ def _too_far_left(name: str, value: object, fields: Fields, data: object) -> str
 
 
 def _exactly_elsewhere(name: str, fields: Fields) -> bool:
-    """Whether a key belongs to another level in its exact spelling; amounts may belong to several."""
+    """True if `name` is exactly a key of another level. Excludes the keys for amounts, which several levels have."""
     normal = suggestions.normal(name)
     return normal not in SIZES and any(normal in level for level in fields.values())
 
 
 def _sized(name: str, value: object, level: str, siblings: Mapping[str, Any], near: str) -> tuple[str, str]:
-    """The line for an amount of memory under an unknown key, and the fix; "" if it cannot be inferred.
+    """The line to write for an amount of memory under an unknown key, and the fix; "" for each if unclear.
 
-    At the top level it is the device's amount. `near` is a similar key of this level.
+    At the top level the amount is taken as the limit of `device`. `near` is a similar key of this level.
     """
     if level not in ("", "device", *SPECS) or ("device" if level == "" else "limit") in siblings:
         return "", ""
@@ -361,7 +361,7 @@ def _sized(name: str, value: object, level: str, siblings: Mapping[str, Any], ne
 
 
 def _of_device(name: str, value: object, siblings: Mapping[str, Any], data: object) -> str:
-    """The fix for a GPU's name in `device`, which applies to all GPUs; "" if the key is no GPU."""
+    """The fix for a key of `device` that identifies a GPU; "" if the key does not. `device` applies to all GPUs."""
     gpu = re.fullmatch(r"[0-9]{1,4}|(?i:gpu|cuda).*|.*[*].*", name) is not None
     return "move it below 'devices:'" if gpu and isinstance(value, Mapping) else ""
 
@@ -369,7 +369,7 @@ def _of_device(name: str, value: object, siblings: Mapping[str, Any], data: obje
 def _top(
     name: str, value: object, siblings: Mapping[str, Any], fields: Fields, data: object
 ) -> tuple[str, tuple[Loc, ...], bool] | None:
-    """The fix for an unknown top-level key, inferred from its value."""
+    """The result of `_instead_of` for an unknown top-level key, inferred from its value; None if unclear."""
     if (shape := suggestions.looks_like(value, fields)) and shape not in siblings and name not in SPECS:
         return f"did you mean {shape!r}?", ((shape,),), False
     if isinstance(value, Mapping) and "frameworks" in value and "frameworks" not in siblings:
@@ -381,7 +381,7 @@ def _top(
 
 
 def _written(value: object) -> str:
-    """The value as text; "" if Python refuses to convert it, for example an integer of some thousand digits."""
+    """The value as text; "" if Python refuses to convert it, as for an integer of thousands of digits."""
     try:
         return str(value)
     except ValueError:
@@ -389,7 +389,7 @@ def _written(value: object) -> str:
 
 
 def _home(name: str, value: object, fields: Fields, data: object) -> str:
-    """The fix for a key that belongs to another level; "" if it belongs to none."""
+    """The fix for a key that is valid at another level; "" if no level has the key."""
     for level in ("frameworks", "device", "monitor", "metrics", "suspend", "doctor", *SPECS):
         if name in fields[level]:
             if level in SPECS and name in SIZES:

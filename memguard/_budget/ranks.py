@@ -1,6 +1,6 @@
-"""Detect the ranks of a job from its launcher's environment variables, and the GPU of each rank. Pure.
+"""Detect this process's rank from the launcher's environment variables, and how many ranks share each GPU.
 
-The variables by launcher, from its documentation:
+The variables of each launcher, as its documentation describes them:
 
 - torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables. DeepSpeed's launcher sets
   LOCAL_SIZE instead of LOCAL_WORLD_SIZE.
@@ -9,11 +9,11 @@ The variables by launcher, from its documentation:
 - MPICH and Intel MPI: MPI_LOCALRANKID and MPI_LOCALNRANKS, of their common launcher Hydra.
 - Slurm: srun(1), "OUTPUT ENVIRONMENT VARIABLES". `2(x3),1` means three nodes with two tasks and one node with one.
 
-Launchers nest, and the innermost launcher counts: mpirun starts its daemons with srun, which passes the daemon's
-SLURM_LOCALID to every rank; a Slurm script starts torchrun.
+Launchers nest, and the variables of the innermost launcher are used. For example mpirun starts its daemons with srun,
+which passes the daemon's SLURM_LOCALID to every rank, and a Slurm script starts torchrun.
 """
 
-# No `from __future__ import annotations`: with it, typing compiles the annotation of each field of a NamedTuple.
+# Without `from __future__ import annotations`, which would make typing compile each NamedTuple field's annotation.
 
 import re
 from collections.abc import Iterator, Mapping
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from memguard._budget import Budget
 
 MOST = 1024
-"""The most ranks on one node, or on one GPU. A larger number is a typing mistake."""
+"""The maximum number of ranks on one node, or on one GPU: a larger number is a typing mistake."""
 
 
 class UnclearRank(ValueError):
-    """The environment lacks a required value. `fix` is the remedy."""
+    """The environment variables do not determine the rank or how ranks share GPUs. `fix` says what to write."""
 
     def __init__(self, message: str, fix: str) -> None:
         super().__init__(message)
@@ -68,12 +68,12 @@ _SIZES = {
     "HOROVOD_SIZE": "horovodrun",
     "SLURM_STEP_NUM_TASKS": "srun",
 }
-"""The launchers, each identified by its size variable. Slurm's SLURM_NTASKS alone does not identify a rank, because the
-batch script, which runs once, has this variable too."""
+"""The names of launchers, by the variable that gives the number of ranks. SLURM_NTASKS is missing because Slurm's batch
+script, which runs once and is no rank, has it too."""
 
 
 class ProcessRank(NamedTuple):
-    """This process's rank: local rank and local size, and the global rank and size if known."""
+    """This process's rank: local rank and local size; global rank and global size (`world`) if known."""
 
     launcher: str
     local: int
@@ -85,8 +85,8 @@ class ProcessRank(NamedTuple):
 class Sharing(NamedTuple):
     """The number of ranks that use each GPU visible to this process.
 
-    `counts` has one number for each GPU, by CUDA ordinal; a single number applies to all GPUs. `own` is the ordinal of
-    this rank's GPU, None if unknown. `nccl`: expect one NCCL communicator.
+    `counts` has the number of ranks on each GPU, by CUDA ordinal; a single number applies to all GPUs. `own` is the
+    ordinal of this rank's GPU, None if unknown. `nccl` is True if the rank is expected to create an NCCL communicator.
     """
 
     counts: tuple[int, ...]
@@ -96,7 +96,7 @@ class Sharing(NamedTuple):
 
     @property
     def even(self) -> bool:
-        """True if all GPUs have the same count, so that CUDA's numbering does not matter."""
+        """True if the number of ranks is the same on all GPUs, so that CUDA ordinals need not be known."""
         return len({*self.counts}) == 1
 
     def on(self, ordinal: int | None) -> int:
@@ -108,7 +108,7 @@ class Sharing(NamedTuple):
 
 
 def of(environ: Mapping[str, str]) -> ProcessRank | None:
-    """This process's rank; None if no launcher's variables mark it as a rank.
+    """This process's rank; None if no launcher has set a local rank.
 
     Raises UnclearRank if a launcher sets a rank but no size, or an invalid value.
     """
@@ -127,7 +127,7 @@ def of(environ: Mapping[str, str]) -> ProcessRank | None:
         if count is None:
             unknown = unknown or launcher
             continue
-        if unknown is not None:  # scripts copy the underlying launcher's rank, for example to LOCAL_RANK
+        if unknown is not None:  # scripts copy the rank of the launcher that started them, for example to LOCAL_RANK
             known = whole(environ[unknown.local])
             if known != local:
                 raise UnclearRank(
@@ -159,14 +159,14 @@ def rank_of(environ: Mapping[str, str]) -> int | None:
 
 
 def local_numbers(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """The variables that hold the local rank, with their texts; the innermost launcher first."""
+    """The names and values of the variables that hold the local rank, the innermost launcher first."""
     for launcher in _LAUNCHERS:
         if text := environ.get(launcher.local, "").strip():
             yield launcher.local, text
 
 
 def several(environ: Mapping[str, str]) -> str | None:
-    """The evidence for several ranks, as the end of a sentence; None without evidence."""
+    """The evidence that the job has several ranks, as part of a sentence; None without evidence."""
     for name, launcher in _SIZES.items():
         if (whole(environ.get(name)) or 0) > 1:
             return f"{launcher} started {environ[name].strip()} ranks ({name})"
@@ -184,7 +184,7 @@ def whole(text: str | None) -> int | None:
 
 
 def _count(launcher: _Launcher, environ: Mapping[str, str]) -> int | None:
-    """The launcher's number of ranks on this node; None if it does not set it."""
+    """The number of ranks on this node; None if the launcher sets no variable for it."""
     if launcher is _SRUN:
         return _tasks(environ)
     for name in launcher.counts:
@@ -199,14 +199,14 @@ def _count(launcher: _Launcher, environ: Mapping[str, str]) -> int | None:
 
 
 def _is_batch_script(environ: Mapping[str, str]) -> bool:
-    """Whether this is Slurm's batch script and not a task of srun. Both have SLURM_LOCALID=0, SLURM_PROCID=0 and the
-    job's SLURM_TASKS_PER_NODE, but the script has no variables of a step."""
+    """True if this process belongs to Slurm's batch script rather than to a task of srun. Both have SLURM_LOCALID=0,
+    SLURM_PROCID=0 and the job's SLURM_TASKS_PER_NODE, but the script has no variables of a job step."""
     numbers = (whole(environ.get(name)) for name in (_SRUN.local, _SRUN.rank))
     return not environ.get(_SRUN.counts[0], "").strip() and not any(numbers)
 
 
 def _tasks(environ: Mapping[str, str]) -> int | None:
-    """The number of tasks on this node, by the step's variables or else the job's."""
+    """The number of tasks on this node, from the variables of the job step or else of the job."""
     for name in (_SRUN.counts[0], "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         if not (text := environ.get(name, "").strip()):
             continue
@@ -220,7 +220,7 @@ def _tasks(environ: Mapping[str, str]) -> int | None:
             return runs[0][0]
         node = whole(environ.get("SLURM_NODEID"))
         for count, nodes in runs if node is not None else ():
-            if node < nodes:  # type: ignore[operator] # it is no None here
+            if node < nodes:  # type: ignore[operator] # with None the loop is empty
                 return count
             node -= nodes  # type: ignore[operator]
         raise UnclearRank(
@@ -232,7 +232,7 @@ def _tasks(environ: Mapping[str, str]) -> int | None:
 
 
 def _runs(text: str) -> Iterator[tuple[int, int]]:
-    """Parse `2(x3),1`: yields (tasks, nodes) of each run. Yields nothing for malformed text."""
+    """Parse `2(x3),1`: yield (tasks per node, number of nodes) for each entry; nothing if the text is malformed."""
     found = [re.fullmatch(r"\s*([0-9]{1,4})\s*(?:\(x([0-9]{1,6})\))?\s*", one, re.ASCII) for one in text.split(",")]
     if all(found):
         yield from ((int(one[1]), int(one[2] or 1)) for one in found if one is not None)
@@ -251,7 +251,7 @@ def _count_fix(launcher: _Launcher) -> str:
 
 
 def _cluster(text: str | None) -> int:
-    """The number of tasks in TensorFlow's cluster."""
+    """The number of tasks in the cluster that TensorFlow's TF_CONFIG describes."""
     if not text:
         return 0
     import json  # imported here because it is rarely needed
@@ -267,11 +267,11 @@ def _cluster(text: str | None) -> int:
 
 
 def sharing(rank: ProcessRank | None, visible: int, environ: Mapping[str, str]) -> Sharing:
-    """How the ranks of this node use its `visible` GPUs. Raises UnclearRank.
+    """How many ranks of this node use each of the `visible` GPUs. Raises UnclearRank.
 
-    Several GPUs: local rank r uses `cuda:{r % count}`, the usual convention. One GPU: all ranks share it, unless the
-    launcher binds each rank to its own GPU. For simulated GPUs `environ` is empty, because no launcher assigns
-    simulated GPUs.
+    If several GPUs are visible, local rank r uses `cuda:{r % visible}`, the usual convention. If one GPU is visible,
+    all ranks share it, unless the launcher binds each rank to its own GPU. For simulated GPUs, which no launcher
+    assigns, `environ` must be empty.
     """
     if rank is None:
         return Sharing((1,), note="ranks: no launcher says that this process is a rank, so it has the budget whole")
@@ -290,7 +290,8 @@ def sharing(rank: ProcessRank | None, visible: int, environ: Mapping[str, str]) 
 
 
 def of_budget(budget: "Budget", visible: int, environ: Mapping[str, str], simulated: bool) -> Sharing | None:
-    """How the ranks of this node use its GPUs; None for a budget of one process. Raises PlanError."""
+    """How many ranks of this node use each GPU, according to the budget; None if the budget has no `ranks`. Raises
+    PlanError."""
     if budget.ranks is None:
         return None
     try:
@@ -298,7 +299,7 @@ def of_budget(budget: "Budget", visible: int, environ: Mapping[str, str], simula
             return _with_nccl_said(budget, sharing(of(environ), visible, {} if simulated else environ))
         try:
             return _with_nccl_said(budget, declared(int(budget.ranks), of(environ)))
-        except UnclearRank:  # the budget declares a value that the environment lacks
+        except UnclearRank:  # the environment is unclear, but the budget declares the number
             return declared(int(budget.ranks), None)
     except UnclearRank as error:
         raise PlanError([budget.problem(("ranks",), str(error), error.fix)], budget.source or "init") from None
@@ -314,14 +315,14 @@ def _with_nccl_said(budget: "Budget", found: Sharing) -> Sharing:
 
 
 def declared(per_gpu: int, rank: ProcessRank | None) -> Sharing:
-    """The declared sharing: `per_gpu` processes on each GPU, for any launcher."""
+    """The sharing that the budget declares: `per_gpu` processes on each GPU, independent of the launcher."""
     several = rank is not None and (rank.world or rank.size) > 1
     who = "each rank has its GPU for itself" if per_gpu == 1 else f"{per_gpu} ranks share each GPU"
     return Sharing((per_gpu,), None, several and per_gpu == 1, f"ranks: {who}, as per_gpu says")
 
 
 def _slurm(rank: ProcessRank, visible: int, environ: Mapping[str, str]) -> int | None:
-    """The number of tasks that use one GPU, if srun bound tasks to GPUs and reports the binding; else None."""
+    """The number of tasks on each GPU, if srun bound tasks to GPUs and its variables give the number; else None."""
     if rank.launcher != _SRUN.title:
         return None
     if (tasks := whole(environ.get("SLURM_NTASKS_PER_GPU"))) and visible == 1:

@@ -1,7 +1,7 @@
 """Cross-checks between the values of a budget.
 
-The rules read the validated budget. If a value is invalid there is no budget: the rules then check the readable part of
-the document, so that violations are reported together with invalid values.
+The rules read the validated budget. If a value is invalid, no budget exists, and the rules check the valid values of
+the document, so that their violations are reported together with the invalid values.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from memguard._budget.values import percent_text, size_text
 from memguard._frameworks.specs import SPECS
 
 Checked = Any
-"""A `Budget`, whose module imports this one. Its entries of `frameworks` have the fields of `Amount`."""
+"""A `Budget`; not imported, because the module of `Budget` imports this one. Each value of `frameworks` has the fields
+of `Amount`."""
 T = TypeVar("T")
 
 SIZES = ("share", "limit", "min", "max")
-"""The keys that set a framework's amount."""
+"""The keys that set a framework's amount of memory."""
 _SIZES, _SHARE, _LIMIT, _BOUNDS = {*SIZES}, {"share"}, {"limit"}, {"min", "max"}
 
 
 class Amount(NamedTuple):
-    """The readable keys of a framework's amount. Missing keys are None."""
+    """A framework's amount of memory. Missing keys and invalid values are None."""
 
     share: Fraction | None = None
     limit: int | None = None
@@ -37,9 +38,9 @@ class Amount(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """Limit and reserve of every GPU, or of the GPUs of an entry in `devices`; None if unreadable.
+    """Limit and reserve of all GPUs, or of the GPUs that one key of `devices` matches; None if invalid.
 
-    `written` has the keys at `loc`; missing ones are inherited from `device`.
+    `written` is the mapping in the file at `loc`; values for its missing keys come from `device`.
     """
 
     loc: Loc
@@ -49,9 +50,9 @@ class Scope(NamedTuple):
 
 
 class Guaranteed(NamedTuple):
-    """The frameworks' guaranteed amounts, in file order: parts of (limit − reserve), and bytes.
+    """The frameworks' guaranteed amounts, in file order: `shares` are fractions of (limit − reserve), `limits` bytes.
 
-    For frameworks in `elastic` it is their min.
+    The guaranteed amount of a framework in `elastic` is its min.
     """
 
     shares: Mapping[str, Fraction]
@@ -60,10 +61,11 @@ class Guaranteed(NamedTuple):
 
 
 class Violation(NamedTuple):
-    """A problem without its line.
+    """A problem without a line number.
 
-    `at_key`: the problem's position is the key, not the value. `alone` drops every other violation at or below this
-    violation's path, and at or below the paths in `instead`, because this violation explains them too.
+    `at_key` is True if the problem is reported at the key rather than at the value. If `alone` is True, no other
+    violation at or below `loc` is reported. Violations at or below the paths in `instead` are not reported either,
+    because this violation explains them.
     """
 
     loc: Loc
@@ -75,15 +77,14 @@ class Violation(NamedTuple):
 
 
 def check(data: Mapping[str, Any], budget: Checked | None) -> list[Violation]:
-    """All violations in plain data and in the budget parsed from the data. `budget` is None if a value is invalid.
-
-    Unknown frameworks are skipped.
+    """All violations in `data`, a document as plain values, and in the budget parsed from it (None if a value is
+    invalid). Skips unknown frameworks.
     """
     written = _mapping(data.get("frameworks"))
     frameworks = {name: entry for name, entry in written.items() if name in SPECS and isinstance(entry, Mapping)}
     device, devices, monitor = _mapping(data.get("device")), _mapping(data.get("devices")), data.get("monitor")
     if budget is not None and len(budget.devices) < len(devices):
-        budget = None  # two keys name one GPU, and the budget has only one of their entries
+        budget = None  # two keys identify the same GPU, and the budget has only one of the two values
     parts: Mapping[str, Amount]
     if budget is not None:
         parts, scopes = budget.frameworks, _scopes(device, devices, budget)
@@ -100,7 +101,7 @@ def check(data: Mapping[str, Any], budget: Checked | None) -> list[Violation]:
     violations += _amounts(frameworks, parts, scopes)
     if data.get("strategy") == "pool":
         violations += _pool(frameworks)
-    if budget is None:  # a valid budget cannot have these
+    if budget is None:  # violations that a valid budget cannot have
         violations += _of_others(frameworks)
         violations += _misplaced(data)
         violations += _same_device(devices)
@@ -153,7 +154,7 @@ def _amounts(
     least = min(map(_declared_room, in_bytes), default=None)
     left, needed = 1 - sum(guaranteed.shares.values(), Fraction(0)), sum(guaranteed.limits.values())
     if (left > 0 or (left == 0 and not needed)) and (least is None or (least > 0 and needed <= left * least)):
-        return  # all fits; the checks below only find misfits and compute fixes
+        return  # the amounts fit; the code below only reports misfits
     auto = _auto_reserve(frameworks) if in_bytes else 0
     rooms = [room for scope in in_bytes if (room := _room(scope, auto)) > 0]
     yield from _shares(guaranteed, rooms)
@@ -181,7 +182,7 @@ def _guaranteed(frameworks: Mapping[str, Mapping[str, Any]], parts: Mapping[str,
 
 
 def _of_others(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
-    """Options that belong to other frameworks."""
+    """Refuse options below a framework that does not have them."""
     for name, entry in frameworks.items():
         own = {option.name for option in SPECS[name].options}
         for owner, option in ((owner, option) for owner, spec in SPECS.items() for option in spec.options):
@@ -191,7 +192,8 @@ def _of_others(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violatio
 
 
 def _bounds(name: str, part: Amount) -> Iterator[Violation]:
-    """Checks that min does not exceed max. The plan compares a percentage with bytes, on each GPU."""
+    """Check that min ≤ max if both are percentages or both bytes. The plan compares a percentage with bytes, on each
+    GPU."""
     least, most = part.min, part.max
     if least is not None and most is not None and type(least) is type(most) and most < least:
         low, high = values.text(least), values.text(most)
@@ -201,13 +203,13 @@ def _bounds(name: str, part: Amount) -> Iterator[Violation]:
 
 
 def _exactly_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[Violation]:
-    """An entry must have exactly one of share, limit, and min with max."""
+    """Check that a framework has exactly one of share, limit, and min with max."""
     from memguard._budget import suggestions
 
     loc: Loc = ("frameworks", name)
     fixed, bounds = [key for key in entry if key in SIZES[:2]], [key for key in entry if key in SIZES[2:]]
     options = {option.name for spec in SPECS.values() for option in spec.options}
-    known = set(entry) <= options | set(SIZES)  # an unknown key has its own problem and may be a misspelt amount
+    known = set(entry) <= options | set(SIZES)  # pydantic reports an unknown key, perhaps a misspelt amount
     kept = suggestions.flow(
         {key: value for key, value in entry.items() if key in {o.name for o in SPECS[name].options}}
     )
@@ -244,9 +246,9 @@ def _exactly_one(name: str, entry: Mapping[str, Any], data: Mapping[str, Any]) -
 
 
 def _other_bound(entry: Mapping[str, Any], bound: str, fixed: str) -> str:
-    """The bound that the key `fixed` (share or limit) replaces, given the other `bound`.
+    """The bound (min or max) to write in place of the key `fixed` (share or limit), given the other `bound`.
 
-    "" if the value of `fixed` is on the wrong side of that bound.
+    "" if the value of `fixed` would be a min above the max, or a max below the min.
     """
     here, there = _read(values.least, entry[bound]), _read(values.least, entry[fixed])
     if here is None or there is None:
@@ -280,26 +282,28 @@ def _place(name: str, key: str, elastic: Collection[str]) -> Loc:
 
 
 def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> dict[str, Fraction | int]:
-    """Lower the shares that exceed 100% in sum, which is required even if a limit must be raised too."""
+    """Lower shares whose sum exceeds 100%. This is necessary even if a limit must also be raised."""
     from memguard._budget import suggestions
 
     return suggestions.fitting(shares, limits, min(rooms, default=None)) or suggestions.fitting(shares, limits, None)
 
 
 def _declared_room(scope: Scope) -> int:
-    """Limit − reserve in bytes. A reserve of `auto` counts as 0, because it depends on the GPU."""
+    """Limit − reserve in bytes. A reserve of `auto` counts as 0, because its size depends on the GPU."""
     assert isinstance(scope.limit, int)
     return scope.limit - (scope.reserve if isinstance(scope.reserve, int) else 0)
 
 
 def _room(scope: Scope, auto: int) -> int:
-    """The room for suggested figures. A reserve of `auto` counts unless it exceeds the whole limit."""
+    """Limit − reserve for suggested amounts. A reserve of `auto` counts as `auto` bytes, or as 0 if these exceed the
+    whole limit."""
     room = _declared_room(scope)
     return room - auto if not isinstance(scope.reserve, int) and room > auto else room
 
 
 def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
-    """An upper bound of `reserve: auto` on any GPU, for suggested figures. `_budget.policy` computes it for one GPU."""
+    """An upper bound of `reserve: auto` on any GPU, for suggested amounts. `policy.auto_reserve` computes the exact
+    size for one GPU."""
     communicators = max([n for e in frameworks.values() if type(n := e.get("nccl")) is int and 0 < n < 100], default=0)
     size = CONTEXT + SLACK + sum(SPECS[name].workspace for name in frameworks)
     if communicators:
@@ -310,17 +314,17 @@ def _auto_reserve(frameworks: Mapping[str, Mapping[str, Any]]) -> int:
 
 
 def _fits(scope: Scope, guaranteed: Guaranteed, rooms: list[int], auto: int) -> Iterator[Violation]:
-    """Compare bytes with bytes. The plan finds misfits that depend on the GPU."""
+    """Compare amounts in bytes with a limit in bytes. The plan finds misfits that depend on the GPU."""
     loc, own, limit, written_reserve = scope
     at = next((key for key in ("limit", "reserve") if key in own), None)
     if at is None or not isinstance(limit, int):
         return
     shares, limits, elastic = guaranteed
-    declared = written_reserve if isinstance(written_reserve, int) else None  # `auto` depends on the GPU
+    declared = written_reserve if isinstance(written_reserve, int) else None  # the size of `auto` depends on the GPU
     reserve, keep = declared or 0, auto if declared is None else declared
     total = sum(shares.values(), Fraction(0))
     needed, left = sum(limits.values()), 1 - total
-    # Shares that exceed 100% in sum must be lowered in any case.
+    # Shares whose sum exceeds 100% must be lowered in any case.
     after = {**shares, **limits, **(_lowered(shares, limits, rooms) if total >= 1 else {})}
     spare = 1 - sum((after[name] for name in shares), Fraction(0))
     wanted = math.ceil(sum(after[name] for name in limits) / spare) if spare > 0 else 0
@@ -329,7 +333,7 @@ def _fits(scope: Scope, guaranteed: Guaranteed, rooms: list[int], auto: int) -> 
         fix = f"lower the reserve or raise the limit to {_about(max(wanted, reserve) + reserve)}"
         yield Violation((*loc, "reserve" if "reserve" in own else at), message, fix)
         return
-    if total >= 1:  # shares over 100% are reported already; add only that the sizes do not fit
+    if total >= 1:  # `_shares` reports the shares; report only that the sizes do not fit
         if limit - reserve < wanted:
             message = f"this limit of {size_text(limit)} leaves no room for {_sum(limits, elastic)} beside shares"
             yield Violation((*loc, at), message, f"raise the limit to {_about(wanted + keep)}")
@@ -352,7 +356,7 @@ def _fits(scope: Scope, guaranteed: Guaranteed, rooms: list[int], auto: int) -> 
 
 
 def _pool(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
-    """Frameworks that `strategy: pool` does not allow."""
+    """Refuse frameworks and keys that `strategy: pool` does not allow."""
     for name, entry in frameworks.items():
         for key in ("min", "max"):
             if key in entry and _joins(name, entry):
@@ -369,12 +373,12 @@ def _pool(frameworks: Mapping[str, Mapping[str, Any]]) -> Iterator[Violation]:
 
 
 def _joins(name: str, entry: Mapping[str, Any]) -> bool:
-    """Whether the framework uses the shared pool. A framework with its own CUDA context cannot use it."""
+    """True if the framework uses the shared pool. A framework with its own CUDA context cannot use it."""
     return bool(SPECS[name].pooled) and entry.get("context") != "own"
 
 
 def _misplaced(data: Mapping[str, Any]) -> Iterator[Violation]:
-    """Detects `device` written for `devices`, or the reverse, by the nested keys."""
+    """Find `device` written in place of `devices`, or the reverse, by the nested keys."""
     device, devices = data.get("device"), data.get("devices")
     own = {"limit", "reserve"}
     if isinstance(devices, Mapping) and (keys := own & set(devices)):
@@ -428,7 +432,8 @@ def _levels(monitor: Mapping[str, Any], budget: Checked | None) -> Iterator[Viol
 
 
 def _metrics(metrics: Mapping[str, Any]) -> Iterator[Violation]:
-    """`metrics` needs an exporter. An unknown key has a problem of its own, and may be a misspelt exporter."""
+    """Check that `metrics` has an exporter, unless it has an unknown key: pydantic reports this key, which may be a
+    misspelt exporter."""
     exporters = {key: value for key, value in metrics.items() if key != "opentelemetry" or value is not False}
     if set(exporters) <= {"job"}:
         from memguard._budget import suggestions
@@ -439,7 +444,8 @@ def _metrics(metrics: Mapping[str, Any]) -> Iterator[Violation]:
 
 
 def _lease(device: Mapping[str, Any]) -> Iterator[Violation]:
-    """`wait` needs a lease. An unknown key has its own problem and may be a misspelt `lease`."""
+    """Check that `wait` comes with a lease, unless `device` has an unknown key: pydantic reports this key, which may be
+    a misspelt `lease`."""
     waits = [key for key in ("wait", "on_wait") if key in device and device[key] != "wait"]
     if not waits or not set(device) <= {"limit", "reserve", "lease", "wait", "on_wait"}:
         return
@@ -479,5 +485,5 @@ def _mapping(value: object) -> Mapping[str, Any]:
 def _read(read: Callable[[Any], T], value: object) -> T | None:
     try:
         return None if value is None else read(value)
-    except ValueError:  # pydantic's own errors are ValueErrors
+    except ValueError:  # includes pydantic's ValidationError
         return None

@@ -1,11 +1,11 @@
 """The budget file: parse text to a validated `Budget`, or report every problem at once with line, column and fix.
 
-Pure: `Budget.load` reads one file and nothing else. Make budgets with `Budget.load`, `from_text` or `from_mapping`:
-each raises ConfigError and nothing else. `docs/budget.md` defines the keys. pydantic builds a model at its first use
-(`defer_build`): importing this module builds none.
+Create budgets with `Budget.load`, which reads one file and nothing else, `from_text` or `from_mapping`. These raise
+only ConfigError. `docs/budget.md` defines the keys. pydantic builds a model at its first use (`defer_build`), so
+importing this module builds none.
 """
 
-# No `from __future__ import annotations`: with it, pydantic compiles the annotations again for each model.
+# Without `from __future__ import annotations`, with which pydantic would compile the annotations for each model.
 
 import os
 import stat
@@ -45,12 +45,12 @@ _UNIQUE: dict[str, Any] = {"uniqueItems": True}
 
 
 def _key(description: str, default: Any = None, **more: Any) -> Any:
-    """An optional key. `default` has the syntax of a budget file."""
+    """An optional key. `default` is in the syntax of the file."""
     return Field(default=default, validate_default=default is not None, description=description, **more)
 
 
 class _Model(BaseModel):
-    # `model_dump(exclude_none=True)` returns the file's content, so `from_mapping` parses it back.
+    # `model_dump(exclude_none=True)` returns the content of the file, which `from_mapping` parses.
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
@@ -129,7 +129,7 @@ class FrameworkBudget(_Model):
 
     @property
     def guaranteed(self) -> Fraction | int:
-        """The framework's guaranteed amount: share, limit or min; a part of (limit − reserve), or bytes."""
+        """The framework's guaranteed amount: share, limit or min, as a fraction of (limit − reserve) or in bytes."""
         part = self.share if self.share is not None else self.limit if self.limit is not None else self.min
         assert part is not None
         return part
@@ -146,7 +146,7 @@ def _option(option: Option) -> Any:
         return Literal[option.words], Field(**about)
     if option.kind == "flag":
         return bool, Field(strict=True, **about)
-    # Serialised unchanged: in a budget for ranks that leaves it out, it is None, see `_unsaid`.
+    # Serialised unchanged, because `_unsaid` sets the value to None if a budget with `ranks` omits the key.
     return Annotated[int, values.AS_IT_IS], Field(strict=True, ge=0, le=option.most, **about)
 
 
@@ -160,12 +160,12 @@ MODELS: dict[str, type[FrameworkBudget]] = {
     )
     for name, spec in SPECS.items()
 }
-"""The model of each framework's part: share, limit, min and max, and the options of its spec in `SPECS`."""
+"""The model for the mapping below each framework: share, limit, min, max, and the options of the framework's spec."""
 globals().update(MODELS)  # pickle looks them up here
 
 
 class _ByFramework:
-    """Makes pydantic validate each entry with its framework's model, and keep file order."""
+    """Makes pydantic validate the value of each framework with the framework's own model, and keep file order."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -184,7 +184,8 @@ class _ByFramework:
 class MonitorConfig(_Model):
     """The monitor, which samples the process's GPU memory.
 
-    Durations are seconds, levels fractions, sizes bytes. `timeline` is absolute if the budget was read from a file.
+    Durations are in seconds, levels are fractions, sizes are in bytes. The path `timeline` is absolute if the budget
+    was read from a file.
     """
 
     interval: values.Interval = _key("How often the GPUs are sampled: from 50ms to 1h.", "500ms")
@@ -245,7 +246,7 @@ class MetricsConfig(_Model):
 class DoctorConfig(_Model):
     """Settings of `memguard doctor`; nothing else uses them."""
 
-    # Sorted, so that equivalent budgets are equal.
+    # Sorted, so that budgets which ignore the same findings are equal.
     ignore: Annotated[
         tuple[values.Finding, ...],
         AfterValidator(lambda ignored: tuple(sorted(ignored, key=lambda name: (*names(), name).index(name)))),
@@ -256,9 +257,10 @@ class DoctorConfig(_Model):
 class Budget(_Model):
     """The memory of each GPU that one process may use, and each framework's part of it.
 
-    Immutable. Two budgets of the same values are equal, whatever their spelling. `devices` has a whole UUID (`GPU-` and
-    lower case), a CUDA ordinal in digits, or a name pattern as key. `ranks` is "auto" or the number of ranks on each
-    GPU. `ranks`, `monitor`, `metrics`, `suspend` and `doctor` are None if the file omits them.
+    Immutable. Two budgets with the same values are equal, even if the files spell the values differently. A key of
+    `devices` is a whole UUID (`GPU-` and lower case), a CUDA ordinal in digits, or a name pattern. `ranks` is "auto" or
+    the number of ranks on each GPU. `ranks`, `monitor`, `metrics`, `suspend` and `doctor` are None if the file omits
+    them.
     """
 
     model_config = ConfigDict(
@@ -326,7 +328,7 @@ class Budget(_Model):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Budget":
-        """Parse the budget in a file. Raises ConfigError, also if the file cannot be read."""
+        """Parse the budget in a file. Raises ConfigError if the budget is invalid or the file cannot be read."""
         from memguard._base.yaml import MAX_BYTES
 
         source = short(path)
@@ -343,28 +345,28 @@ class Budget(_Model):
 
     @classmethod
     def from_text(cls, text: str | bytes, source: str = "budget") -> "Budget":
-        """Parse text, or bytes of UTF-8. `source` names it in messages. Raises ConfigError."""
-        from memguard._base.yaml import read  # imports yaml, which only text needs
+        """Parse text, or bytes of UTF-8. Messages call the text `source`. Raises ConfigError."""
+        from memguard._base.yaml import read  # imports PyYAML, which only text needs
 
         return _budget(read(text), _printable(source))
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "Budget":
-        """Validate plain Python values, as `yaml.safe_load` returns them. Raises ConfigError, without lines."""
+        """Validate plain Python values, as `yaml.safe_load` returns them. Raises ConfigError, without line numbers."""
         return _budget(of_mapping(mapping), "budget")
 
     @property
     def source(self) -> str:
-        """The file of the budget, as messages name it; "" if it was made from plain Python values."""
+        """The name of the budget's file in messages; "" if the budget was made from plain Python values."""
         return self._origin.source
 
     def problem(self, loc: tuple[str, ...], message: str, fix: str) -> Problem:
-        """A problem, found later, with the value at `loc`, with its line and column if known."""
+        """A problem with the value at `loc` that is found after parsing, with line and column if known."""
         return self._origin.problem(loc, message, fix)
 
 
 def _in_folder(budget: Budget, folder: str) -> Budget:
-    """Resolve a relative path against the budget file's folder, whatever the working directory."""
+    """Resolve a relative `timeline` path against the budget file's folder, not against the working directory."""
     monitor = budget.monitor
     if monitor is None or monitor.timeline is None:
         return budget
@@ -395,7 +397,7 @@ def json_schema() -> dict[str, Any]:
             return False
 
         def nullable_schema(self, schema: Any) -> dict[str, Any]:
-            return self.generate_inner(schema["schema"])  # files leave a key out; null is invalid
+            return self.generate_inner(schema["schema"])  # an optional key may be omitted, but null is invalid
 
         def default_schema(self, schema: Any) -> dict[str, Any]:
             written = super().default_schema(schema)
@@ -418,7 +420,7 @@ def _budget(document: Document, source: str) -> Budget:
         errors = error.errors()
     violations = rules.check(document.data, budget)
     if budget is None or violations or document.problems:
-        from memguard._budget.problems import problems  # only an invalid budget loads it
+        from memguard._budget.problems import problems  # imported only for an invalid budget
 
         raise ConfigError(problems(errors, violations, document, _fields()), source)
     if budget.metrics is not None and budget.monitor is None:  # metrics export the monitor's samples
@@ -431,8 +433,7 @@ def _budget(document: Document, source: str) -> Budget:
 
 
 def _unsaid(budget: Budget) -> Budget:
-    """Set each count that the file omits, such as `nccl`, to None, because a rank's default depends on the other
-    ranks."""
+    """Set each count that the file omits, such as `nccl`, to None: a rank's default depends on the other ranks."""
     found = {}
     for name, one in budget.frameworks.items():
         counts = {option.name for option in SPECS[name].options if option.kind == "count"} - one.model_fields_set
@@ -441,7 +442,7 @@ def _unsaid(budget: Budget) -> Budget:
 
 
 def _fields() -> "Fields":
-    """The fields of each level by key."""
+    """The model fields of each level of the file, by key."""
     models: dict[str, type[_Model]] = {"": Budget, "device": DeviceBudget, "monitor": MonitorConfig, **MODELS}
     models |= {"metrics": MetricsConfig, "suspend": SuspendConfig, "doctor": DoctorConfig}
     return {"frameworks": MODELS, **{level: model.model_fields for level, model in models.items()}}
@@ -463,7 +464,7 @@ _UNREADABLE = {
 
 
 def _unreadable(error: OSError | TypeError | ValueError) -> Problem:
-    if not isinstance(error, OSError):  # ValueError: a NUL in the path
+    if not isinstance(error, OSError):  # a wrong type, or a NUL character in the path
         return Problem("is not a path", "give the path of the budget file")
     other = Problem(f"cannot be read: {error.strerror or type(error).__name__}", "check the path")
     return _UNREADABLE.get(type(error), other)

@@ -1,8 +1,8 @@
-"""Frameworks that share one driver pool: their joint cap in the plan, and their admission. Pure.
+"""Frameworks that share one CUDA memory pool: their joint cap in the plan, and their usage.
 
-Under `strategy: pool` the frameworks that can use one stream-ordered pool share one cap: the sum of their parts, which
-is the pool's size. Each framework may fill the pool while the others use none, so frameworks that peak in turn need
-room for only one peak.
+Under `strategy: pool` the frameworks that can use one stream-ordered pool share one cap, the sum of their amounts in
+the budget, which is the pool's size. Each framework may fill the pool while the others use none, so frameworks whose
+peaks do not coincide need memory for one peak only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REMAINDER = (
 
 
 def how(part: DevicePlan, name: str) -> str:
-    """How the joint cap of a framework is enforced, for `memguard plan`."""
+    """How the joint cap of the frameworks in the pool is enforced on framework `name`, for `memguard plan`."""
     if pool_capped(part.joined):
         return "enforced, jointly: the size (maxSize) of one driver pool for all of them"
     if SPECS[name].requests_room:
@@ -51,7 +51,7 @@ def with_pool(part: DevicePlan, names: tuple[str, ...]) -> DevicePlan:
 
 
 def allocator_of(part: DevicePlan | None, framework: str) -> str:
-    """The name of the allocator that serves the framework: its own name, or that of the shared pool."""
+    """The name of the allocator that serves the framework: the framework's name, or `shared pool`."""
     return POOL if part is not None and framework in part.joined else framework
 
 
@@ -61,15 +61,15 @@ def clients(part: DevicePlan, allocator: str) -> tuple[str, ...]:
 
 
 def caps_of(part: DevicePlan) -> dict[str, int]:
-    """The cap of each allocator, in bytes: one cap that several frameworks share counts once."""
+    """The cap of each allocator, in bytes. The joint cap of the shared pool is listed once."""
     if not part.joined:
         return dict(part.caps)
     return {allocator_of(part, name): cap for name, cap in part.caps.items()}
 
 
 def usages_by_allocator(part: DevicePlan, rows: Mapping[str, Usage]) -> dict[str, Usage | None]:
-    """The usage of each allocator, from the ledger's rows: the pool's usage is the live bytes of all its frameworks
-    plus the common cache."""
+    """The usage of each allocator, from the ledger's rows. The usage of the shared pool is the sum of the bytes in use
+    of its frameworks and of the ledger's row for its cache."""
     if not part.joined:
         return dict(rows)
     found: dict[str, Usage | None] = {n: u for n, u in rows.items() if n != POOL and n not in part.joined}
@@ -80,7 +80,7 @@ def usages_by_allocator(part: DevicePlan, rows: Mapping[str, Usage]) -> dict[str
 
 
 def shared_notes(part: DevicePlan | None) -> dict[str, str]:
-    """The ledger's notes on the rows of the pool's frameworks and of the pool itself."""
+    """Notes for the ledger's rows of the shared pool and of frameworks that use it, by the row's name."""
     names = () if part is None else part.joined
     if part is None or not names:
         return {}
@@ -90,8 +90,8 @@ def shared_notes(part: DevicePlan | None) -> dict[str, str]:
 
 
 def note_on(part: DevicePlan, framework: str, others: int) -> str:
-    """A refusal's note that other frameworks use `others` bytes of the framework's allocator; empty for an allocator
-    that is not shared."""
+    """The note for a refusal that other frameworks use `others` bytes of the shared pool; empty if the framework has
+    its own allocator."""
     names = clients(part, allocator_of(part, framework))
     if names == (framework,):
         return ""
@@ -100,8 +100,8 @@ def note_on(part: DevicePlan, framework: str, others: int) -> str:
 
 
 def left_to(part: DevicePlan, figures: Mapping[str, FrameworkSample]) -> dict[str, FrameworkSample]:
-    """The figures with each framework's cap set to its room in the pool, because pressure is measured against that
-    room."""
+    """The figures in which the cap of each framework in the pool is the joint cap less the bytes that others use. The
+    monitor computes the framework's pressure from this cap."""
     live = sum(one.in_use or 0 for name, one in figures.items() if name in part.joined or name == POOL)
     found = dict(figures)
     for name in part.joined:

@@ -1,4 +1,4 @@
-"""Suggest the valid key or value for an invalid one, as text to write in its place. Pure."""
+"""Suggest the valid key or value for an invalid one, as text to write in its place."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _JOINED = re.compile(r"([A-Za-z][\w-]{0,30})\s*[:= ]\s*(\S.{0,40})")
 
 
 def plain(text: str) -> str:
-    """Replace characters that only look different from ASCII: full-width letters, other digits, unusual spaces."""
+    """Replace variants of ASCII characters by ASCII: full-width letters, digits of other alphabets, unusual spaces."""
     wide = unicodedata.normalize("NFKC", text[:200])
     digits = "".join(str(unicodedata.decimal(c)) if c.isdecimal() else c for c in wide)
     return " ".join("".join(c for c in digits if c.isprintable() or c.isspace()).split())
 
 
 def quantity(value: object, bare: str) -> str | None:
-    """The percentage or size that the user probably intended, in a budget's syntax; None if it cannot be inferred.
+    """Convert a value to the percentage or size that the user probably intended, in a budget's syntax; None if unclear.
 
-    `bare` is the unit of a small number that has no unit: `%`, `GiB` or `MiB`.
+    `bare` is the unit to assume for a small number without a unit: `%`, `GiB` or `MiB`.
     """
     if isinstance(value, bool):
         return None
@@ -92,14 +92,15 @@ def _percent(percent: Fraction) -> str | None:
 
 
 def sized(value: object, bare: str, at: str) -> str | None:
-    """The quantity with its key: a framework has `share: 50%` or `limit: 4GiB`, a device `limit` for both."""
+    """`quantity` with the key to write it under: for a framework `share: 50%` or `limit: 4GiB`, for a device `limit`
+    in both cases. None if unclear."""
     if (found := quantity(value, bare)) is None:
         return None
     return f"{'share' if at == 'framework' and '%' in found else 'limit'}: {found}"
 
 
 def flow(value: object) -> str:
-    """Plain data as one line of YAML."""
+    """Format plain data as one line of YAML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {flow(child)}" for key, child in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -115,12 +116,12 @@ _HALF = Fraction(1, 2)
 
 
 def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int | None) -> dict[str, Fraction | int]:
-    """Scale the parts to fit `room` bytes (None: unknown), in proportion to the declared ones; returns only changes.
+    """Lower shares and limits in proportion so that they fit `room` bytes (None if unknown). Returns only changed ones.
 
-    Lowers shares if they exceed 100% in sum, else limits. If lowering one kind is not enough, it lowers both to one
-    half each, or lowers shares to the room that the smallest limits leave. If the room is unknown, the lowered shares
-    leave a tenth of the room for limits. Empty if nothing fits: no limit can be less than `GRANULE`, and no share is
-    lowered below `GRANULE`.
+    Lowers shares if their sum exceeds 100%, else limits. If lowering one kind is not enough, lowers shares and limits
+    to one half of `room` each, or shares to the bytes that the smallest possible limits leave. If `room` is unknown,
+    shares leave a tenth of it for limits. Empty if no amounts fit: no limit can be less than `GRANULE`, and no share is
+    lowered to less than `GRANULE`.
     """
     wanted, sizes, least = sum(shares.values(), Fraction(0)), sum(limits.values()), len(limits) * GRANULE
     bytes_left: int | None
@@ -144,7 +145,7 @@ def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int
             return {}
         found |= lowered
     if bytes_left is not None and sizes > bytes_left:
-        for name, size in sorted(limits.items(), key=lambda item: item[1]):  # smallest first: they need GRANULE
+        for name, size in sorted(limits.items(), key=lambda item: item[1]):  # smallest first: each needs GRANULE
             part = min(max(size * bytes_left // sizes // GRANULE, 1) * GRANULE, size)
             found[name], bytes_left, sizes = part, max(bytes_left - part, 0), max(sizes - size, 1)
     asked = {**shares, **limits}
@@ -152,8 +153,7 @@ def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int
 
 
 def _lowered(shares: Mapping[str, Fraction], scale: Fraction) -> dict[str, Fraction]:
-    """Each share times `scale`, rounded down to tenths of a per cent, or to smaller steps if the smallest share needs
-    them."""
+    """Each share times `scale`, rounded down to 0.1%, or more finely if the smallest share would become 0."""
     for digits in (3, 6, 12, 18):
         steps = 10**digits
         found = {name: Fraction(floor(share * scale * steps), steps) for name, share in shares.items()}
@@ -166,7 +166,7 @@ def _lowered(shares: Mapping[str, Fraction], scale: Fraction) -> dict[str, Fract
 
 
 def normal(name: str) -> str:
-    """Normalise a key: case, dashes, spaces, full-width letters."""
+    """Normalise a key: lower case, `_` for dashes and spaces, ASCII for full-width letters."""
     return re.sub(r"[\s-]+", "_", plain(name).lower()).strip("_")
 
 
@@ -183,7 +183,7 @@ def at(data: object, loc: Iterable[str | int]) -> Any:
 
 
 def share_left(data: object) -> str:
-    """A share that fits in addition to the declared shares: half of the remainder."""
+    """The share to suggest for one more framework: half of the part that the declared shares leave."""
     shares = Fraction(0)
     entries = at(data, ["frameworks"])
     for entry in entries.values() if isinstance(entries, Mapping) else ():
@@ -195,7 +195,7 @@ def share_left(data: object) -> str:
 
 
 def entry(name: str, value: object, data: object) -> str:
-    """The line to write for a framework, derived from a value of the wrong type."""
+    """The line to write for a framework whose value is not a mapping, derived from this value."""
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         merged = {key: child for one in value for key, child in one.items()}
         return f"{name}: {flow(merged)}"
@@ -206,12 +206,12 @@ def entry(name: str, value: object, data: object) -> str:
 
 
 def is_quantity(name: str) -> bool:
-    """Whether an unknown key is a synonym for an amount of memory."""
+    """True if an unknown key is another word for an amount of memory."""
     return _QUANTITY_KEY.fullmatch(normal(name)) is not None
 
 
 def bare_unit(name: str) -> str:
-    """The unit that a number without a unit most likely has under this unknown key."""
+    """The unit to assume for a number without a unit below the unknown key `name`."""
     key = normal(name)
     if _PART_KEY.fullmatch(key):
         return "%"
@@ -219,9 +219,9 @@ def bare_unit(name: str) -> str:
 
 
 def in_one_word(name: str, value: object, known: Callable[[str], str]) -> str | None:
-    """The line for a key and its value that YAML parsed as one key: `share 60%`, `share=60%`, `torch {share`.
+    """The line to write for a key and its value that YAML parsed as one key: `share 60%`, `share=60%`, `torch {share`.
 
-    `known` returns the key of this level that the user probably intended by a word, or "".
+    `known` resolves a word to the valid key of this level by alias or similar spelling, or returns "".
     """
     text = plain(name)
     if isinstance(value, str) and (found := _INLINE.fullmatch(text)) and value.rstrip().endswith("}"):
@@ -236,11 +236,12 @@ def in_one_word(name: str, value: object, known: Callable[[str], str]) -> str | 
 
 
 _CUT = 10**15
-"""An upper bound of the numbers before a decimal comma. Python refuses to format an integer of thousands of digits."""
+"""No number before a decimal comma is this large. Python refuses to format an integer of thousands of digits."""
 
 
 def decimals(name: str, siblings: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The sibling key and its whole value, if YAML split `limit: 1,5GiB` into `limit: 1` and the key `5GiB`."""
+    """The key and the complete value, `limit` and `1.5GiB`, if YAML split `{limit: 1,5GiB}` into `limit: 1` and the key
+    `5GiB`."""
     if not re.match("[0-9]", name) or siblings.get(name) is not None:
         return None
     before = list(siblings)[: list(siblings).index(name)] if name in siblings else []
@@ -251,7 +252,7 @@ def decimals(name: str, siblings: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def looks_like(value: object, fields: Mapping[str, Mapping[str, Any]]) -> str:
-    """The top-level key whose value has the shape of this mapping; "" if none."""
+    """The top-level key below which the keys of this mapping belong; "" if none."""
     if not isinstance(value, Mapping) or not value:
         return ""
     keys = {normal(str(key)) for key in value}
@@ -266,7 +267,7 @@ def looks_like(value: object, fields: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def unsized(data: object) -> Iterator[str]:
-    """The frameworks without share, limit, min or max."""
+    """The frameworks in the document that have no share, limit, min or max."""
     entries = at(data, ["frameworks"])
     for name, own in entries.items() if isinstance(entries, Mapping) else ():
         if name in SPECS and (
@@ -288,7 +289,7 @@ def _is_model(word: str) -> bool:
 
 
 def device_key(name: str) -> str:
-    """The valid GPU key closest to a key that is not a UUID, ordinal, name or pattern; "" if it cannot be inferred."""
+    """The valid GPU key that the user probably intended by an invalid one; "" if it cannot be inferred."""
     text = plain(name)
     if numbered := _NUMBERED.fullmatch(text.lower()):
         return numbered[1]

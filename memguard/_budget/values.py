@@ -31,16 +31,16 @@ IDLE = (1.0, 604800.0)
 WAIT = (1.0, 604800.0)
 """The bounds in seconds of `init`'s wait for a lease (0: no wait)."""
 WARN, CRITICAL = "85%", "95%"
-"""The default levels of the monitor."""
+"""The default pressure levels of the monitor, as parts of a cap or limit."""
 PORTS = 1024, 65535
-"""The lowest and highest port for an unprivileged listener."""
+"""The lowest and the highest port on which an unprivileged process may listen."""
 MAX_RANKS = 1024
-"""The most ranks that share a GPU. A larger number is a typing mistake."""
+"""The maximum number of ranks that share a GPU: a larger number is a typing mistake."""
 MAX_PATH = 1024
 MAX_JOB = 64
-"""Characters in the name of a job."""
+"""The maximum length of the name of a job."""
 MAX_KEY = 100
-"""Characters in the key of a GPU: NVML's names have at most 95 (`NVML_DEVICE_NAME_V2_BUFFER_SIZE`)."""
+"""The maximum length of a GPU's key. NVML's names have at most 95 characters (`NVML_DEVICE_NAME_V2_BUFFER_SIZE`)."""
 JOB = "[A-Za-z0-9][A-Za-z0-9._/:@-]{0,63}"
 _UUID = "[Gg][Pp][Uu]-[0-9A-Fa-f]{8}(-[0-9A-Fa-f]{4}){3}-[0-9A-Fa-f]{12}"
 _OCTAL = re.compile(r"\s*0[0-9]+\s*")
@@ -48,7 +48,7 @@ _ORDINAL = "([Cc][Uu][Dd][Aa]:)?(0|[1-9][0-9]{0,3})"
 
 
 def excerpt(value: object) -> str:
-    """The text of a value in messages: short and in one line."""
+    """Format a value for a message, short and in one line."""
     kinds = {type(None): "nothing", list: "a list", dict: "a mapping"}
     return kinds.get(type(value)) or short(value)
 
@@ -91,12 +91,12 @@ def text(value: Fraction | int | str | None) -> str | None:
 
 
 def as_text(parts: Mapping[str, Fraction | int], elastic: Collection[str] = (), between: str = ", ") -> str:
-    """Format parts for messages: `torch 50%, jax 4GiB, cupy.min 5%`. Frameworks in `elastic` are shown by their min."""
+    """Format amounts for messages: `torch 50%, jax 4GiB, cupy.min 5%`. A framework in `elastic` is shown as its min."""
     return between.join(f"{label(name, elastic)} {text(part)}" for name, part in parts.items())
 
 
 def label(name: str, elastic: Collection[str]) -> str:
-    """The path of a framework's share or limit, or of its min if it is elastic."""
+    """The name of a framework in messages about amounts: `cupy.min` for an elastic one, else `cupy`."""
     return f"{name}.min" if name in elastic else name
 
 
@@ -104,9 +104,9 @@ def label(name: str, elastic: Collection[str]) -> str:
 
 
 def percent(value: object) -> Fraction:
-    """A part above 0 and at most 1, from text such as `50%` or from a Fraction."""
+    """Parse text such as `50%`, or a Fraction, to a Fraction above 0 and at most 1."""
     if isinstance(value, Fraction) and 0 < value <= 1:
-        if len(percent_text(value)) > 20:  # for example a third: a budget must survive a round trip through its text
+        if len(percent_text(value)) > 20:  # 1/3 has no exact text, from which a budget must parse back to itself
             raise InvalidValue(f"{value} has no exact percentage", f"write '{float(value * 100):.6g}%'")
         return value
     try:
@@ -116,7 +116,7 @@ def percent(value: object) -> Fraction:
 
 
 def size(value: object, least: int = GRANULE) -> int:
-    """A size in bytes. For a number that is too small, the error says that its unit is missing."""
+    """Parse a size to bytes. If a number without unit is too small, the error says that the unit is missing."""
     if isinstance(value, str) and _OCTAL.fullmatch(value):
         raise InvalidValue(f"{excerpt(value)} starts with 0: octal to some programs", "write it without the leading 0")
     try:
@@ -131,17 +131,17 @@ def size(value: object, least: int = GRANULE) -> int:
 
 
 def share(value: object) -> Fraction:
-    """A framework's share: a part of (limit − reserve)."""
+    """Parse a framework's share, a fraction of (limit − reserve)."""
     with contextlib.suppress(ValueError):
         return parse_percent(value)
     text = value if isinstance(value, str) and "%" not in value else ""
     if text and (size := _suggestion(text, "%")) and not size.endswith("%"):
         raise InvalidValue(f"a share is a percentage, found the size {excerpt(value)}", f"write 'limit: {size}'")
-    return percent(value)  # accepts a Fraction; raises the error for anything else
+    return percent(value)  # accepts a Fraction; raises an error for any other type
 
 
 def limit(value: object) -> int:
-    """A framework's limit in bytes."""
+    """Parse a framework's limit, in bytes."""
     try:
         return size(value)
     except ValueError:
@@ -154,7 +154,7 @@ def limit(value: object) -> int:
 
 
 def device_limit(value: object) -> Fraction | int:
-    """A device's limit: a part of its usable memory, or bytes."""
+    """Parse a device's limit: a fraction of its usable memory, or bytes."""
     try:
         return _part_or_bytes(value, "40GiB")
     except ValueError:
@@ -164,7 +164,7 @@ def device_limit(value: object) -> Fraction | int:
 
 
 def least(value: object) -> Fraction | int:
-    """The min of an elastic framework: a part of (limit − reserve), or bytes."""
+    """Parse the min of an elastic framework's cap: a fraction of (limit − reserve), or bytes."""
     try:
         return _part_or_bytes(value, "4GiB")
     except ValueError:
@@ -175,7 +175,7 @@ def least(value: object) -> Fraction | int:
 
 
 def most(value: object) -> Fraction | int:
-    """The max of an elastic framework's cap: a part of (limit − reserve), or bytes."""
+    """Parse the max of an elastic framework's cap: a fraction of (limit − reserve), or bytes."""
     try:
         return _part_or_bytes(value, "4GiB")
     except ValueError:
@@ -191,7 +191,7 @@ def _part_or_bytes(value: object, example: str) -> Fraction | int:
         return size(value)
     except ValueError:
         if _is_part(value):
-            return percent(value)  # raises the error with the syntax
+            return percent(value)  # raises the error that shows the valid syntax
         bare = excerpt(value).strip("' ")
         if not re.fullmatch("100|[1-9][0-9]?", bare):
             raise
@@ -200,7 +200,7 @@ def _part_or_bytes(value: object, example: str) -> Fraction | int:
 
 
 def _is_part(value: object) -> bool:
-    """Whether a value is a percentage or resembles one: `50%`, `0.5`, `50 percent`."""
+    """True if a value is a percentage or resembles one: `50%`, `0.5`, `50 percent`."""
     if isinstance(value, str):
         if "%" in value:
             return True
@@ -215,14 +215,14 @@ def _is_all(value: object) -> bool:
 
 
 def _suggestion(value: object, bare: str) -> str | None:
-    """`suggestions.quantity`, imported only for an invalid value."""
+    """Call `suggestions.quantity`, whose module is imported only for an invalid value."""
     from memguard._budget import suggestions
 
     return suggestions.quantity(value, bare)
 
 
 def _with_suggestion(error: InvalidValue, value: object, bare: str, fits: Callable[[str], bool]) -> InvalidValue:
-    """The error with the suggested value as its fix, if there is one."""
+    """Replace the fix of `error` by the suggested value; return `error` unchanged if no suggestion fits."""
     text = _suggestion(value, bare)
     said = f"write '{text}'", f"write for example '{text}'"
     if text is None or not fits(text) or error.advice.fix.startswith(said):
@@ -231,7 +231,7 @@ def _with_suggestion(error: InvalidValue, value: object, bare: str, fits: Callab
 
 
 def reserve(value: object) -> int | Literal["auto"]:
-    """A reserve in bytes, or `auto` for the figure from the table of measured overheads."""
+    """Parse a reserve: bytes, or `auto`, which `policy.auto_reserve` computes from measured overheads."""
     if value == "auto":
         return "auto"
     if isinstance(value, str) and "%" in value:
@@ -244,7 +244,8 @@ def reserve(value: object) -> int | Literal["auto"]:
 
 
 def duration(value: object, least: float, most: float, or_none: str = "") -> float:
-    """Seconds within the bounds. 0 is valid if `or_none`, a phrase of the message, is given."""
+    """Parse a duration to seconds from `least` to `most`. 0 is also valid if `or_none`, a phrase of the message, is not
+    empty."""
     seconds = parse_duration(value)
     if least <= seconds <= most or (or_none and seconds == 0):
         return seconds
@@ -253,12 +254,12 @@ def duration(value: object, least: float, most: float, or_none: str = "") -> flo
 
 
 def lease_wait(value: object) -> float | None:
-    """Seconds to wait; None for 0."""
+    """Parse the time to wait for a lease, in seconds; None for 0."""
     return duration(value, *WAIT, ", or 0 for none") or None
 
 
 def version(value: object) -> int:
-    """The version of the file format."""
+    """Parse the version of the file format."""
     if isinstance(value, bool) or value != 1 or not isinstance(value, int):
         newer = re.fullmatch(r"'?v?([0-9]{1,9})(\.[0-9]+)*'?", excerpt(value))
         if newer and int(newer[1]) > 1 and not isinstance(value, bool):
@@ -270,7 +271,8 @@ def version(value: object) -> int:
 
 
 def timeline(value: object) -> str:
-    """The path of the timeline, unexpanded: `{pid}` and `{rank}` are filled in when the file is opened."""
+    """Validate the path of the timeline. `{pid}` and `{rank}` stay in the path, and are replaced when the file is
+    opened."""
     if not isinstance(value, str) or not value.strip() or re.search(r"(^|/)\.{0,2}\Z", value):
         none = ", which names none" if isinstance(value, str) else ""
         raise InvalidValue(f"timeline is the path of a file, found {excerpt(value)}{none}")
@@ -286,7 +288,7 @@ def timeline(value: object) -> str:
 
 
 def port(value: object) -> int:
-    """A port of this machine that needs no privilege to listen on."""
+    """Validate a port on which an unprivileged process may listen."""
     text = value.strip() if isinstance(value, str) else ""
     if isinstance(value, bool) or not isinstance(value, int) or not PORTS[0] <= value <= PORTS[1]:
         own = f"write '{int(text)}' without quotes" if re.fullmatch("[1-9][0-9]{3,4}", text) else ""
@@ -295,7 +297,7 @@ def port(value: object) -> int:
 
 
 def job(value: object) -> str:
-    """The name of a job, in plain characters that need no escaping in queries."""
+    """Validate the name of a job, whose characters need no escaping in metrics queries."""
     if not isinstance(value, str) or not re.fullmatch(JOB, value):
         raise InvalidValue(
             f"{excerpt(value)} is not the name of a job: at most {MAX_JOB} letters, digits and . _ / : @ -, "
@@ -305,7 +307,7 @@ def job(value: object) -> str:
 
 
 def ranks(value: object) -> int | Literal["auto"]:
-    """`auto`, or the number of ranks that share each GPU: written as `{per_gpu: 2}`."""
+    """Parse `auto`, or the number of ranks that share each GPU, written as `{per_gpu: 2}`."""
     if value == "auto":
         return "auto"
     if isinstance(value, Mapping) and set(value) == {"per_gpu"}:
@@ -345,7 +347,7 @@ def device_key(value: str) -> str:
     if len(value) > MAX_KEY:
         raise InvalidValue(f"{shown} is longer than {MAX_KEY} characters", _NAME_A_GPU)
     if odd := next((c for c in name if not " " <= c <= "~"), ""):
-        # Python parses digits of other alphabets as an ordinal, and a look-alike letter matches no GPU's name.
+        # `int` would accept digits of other alphabets, and a letter that only looks like ASCII matches no GPU's name.
         import unicodedata
 
         what = f"U+{ord(odd):04X} ({unicodedata.name(odd, 'a control character')})"
@@ -392,7 +394,7 @@ class Frozen(dict[str, V]):
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Frozen, (dict(self),)  # pickle would set its entries one by one
+        return Frozen, (dict(self),)  # by default, pickle would call `__setitem__`
 
     def _refuse(self, *args: object, **more: object) -> Any:
         raise TypeError("a budget cannot be changed")
@@ -401,18 +403,18 @@ class Frozen(dict[str, V]):
 
 
 def frozen(entries: dict[str, V]) -> Frozen[V]:
-    return Frozen(entries)  # pydantic takes a millisecond to inspect the class's own signature
+    return Frozen(entries)  # a function, because pydantic takes 1 ms to inspect the signature of the class
 
 
-# Types, each with its part of the JSON Schema
+# Types, each with its JSON Schema
 
 
 class Value:
-    """For `Annotated`: `parse` makes the value, `shown` is its text in a file, and `schema` its JSON Schema.
+    """For `Annotated`: `parse` validates the value, `shown` formats it for a file, and `schemas` are its JSON Schema.
 
-    Replaces PlainValidator, PlainSerializer and WithJsonSchema without their lookups of signatures, return types and
-    the type's own schema for each field, which took half of the time to build the models. A type that includes None
-    marks an optional key: `parse` refuses None, so a key in the file must have a value.
+    Replaces PlainValidator, PlainSerializer and WithJsonSchema, which took half of the time to build the models,
+    because for each field they look up signatures, return types and the type's own schema. A type that includes None
+    marks an optional key. `parse` refuses None, so a key in the file must have a value.
     """
 
     def __init__(
@@ -428,11 +430,11 @@ class Value:
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        return copy.deepcopy(self._schema)  # pydantic writes defaults into it
+        return copy.deepcopy(self._schema)  # copied, because pydantic adds the default to the dict
 
 
 class _Written:
-    """For `Annotated`, on an optional mapping: a missing key gives None, a key in the file must have a value."""
+    """For `Annotated`, on an optional mapping: the field is None if the file omits the key; a null value is refused."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_before_validator_function(_not_none, handler(source))
@@ -442,7 +444,7 @@ WRITTEN = _Written()
 
 
 class _Shown:
-    """For `Annotated`: how the value is serialised."""
+    """For `Annotated`: serialises the value with the function `shown`."""
 
     def __init__(self, shown: Callable[[Any], object]) -> None:
         self._shown = shown
@@ -454,11 +456,11 @@ class _Shown:
 LISTED = _Shown(list)
 """Serialises a tuple as a list."""
 AS_IT_IS = _Shown(lambda value: value)
-"""Serialises a value of any type unchanged, also a value that becomes None later."""
+"""Serialises the value unchanged, without a check of its type: the value may be set to None after validation."""
 
 
 class _Finding:
-    """Validates the name of a finding. Only a budget that names one reads the doctor's pages."""
+    """Validates the name of a finding of `memguard doctor`. Reads the findings' pages only when it validates a name."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
@@ -504,7 +506,7 @@ DEVICE_KEYS: list[Any] = [
     {"pattern": rf"^[ \t]*({_UUID}|{_ORDINAL})[ \t]*$"},
     {"pattern": r"^[ \t]*[ -~]*([*?\[]|[A-Za-z0-9][^A-Za-z0-9])[ -~]*[ \t]*$", "maxLength": MAX_KEY, "not": _NO_NAME},
 ]
-"""The JSON Schema of the keys below `devices`: a key must match one of these patterns."""
+"""The JSON Schemas of the keys below `devices`; a key must match one of them."""
 
 _DEVICE_LIMIT = Value(device_limit, text, _PERCENT, *_sizes(GRANULE))
 _RESERVE = Value(reserve, text, {"const": "auto"}, *_sizes(GRANULE))
