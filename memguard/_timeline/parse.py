@@ -33,7 +33,7 @@ _OTHERS = "read the other parts of the timeline"
 _UPGRADE = "read it with the memguard that wrote it, or a later one"
 _LEVELS = {level.value: level for level in Pressure}
 _Field = tuple[float, float, tuple[type, ...]]
-"""Least and most of a number, and the types of the value."""
+"""The lower and upper bound of a number, and the permitted types of the value."""
 _WORDS: _Field = (0, 0, (str,))
 _TRUTH: _Field = (0, 1, (bool,))
 _SIZE: _Field = (0, MAX_SIZE, (int,))
@@ -61,7 +61,7 @@ class Parser:
         raise TimelineError(f"{self.name}:{self.line}: {what}", fix=fix)
 
     def header(self, raw: bytes) -> Header:
-        record = self.object(raw.removeprefix(BOM_UTF8))  # an editor or a shell may have added it
+        record = self.object(raw.removeprefix(BOM_UTF8))  # an editor or a shell may have added a byte order mark
         if "memguard_trace" in record:
             what = "the first line is not the header of a timeline: this is a trace"
             self.fail(what, f"memguard replay -c BUDGET {self.name}")
@@ -72,7 +72,7 @@ class Parser:
         try:
             datetime.fromisoformat(record["recorded"])
             every = self._seconds(record, "every") if "every" in record else None
-            thinned = every is not None  # only part 0, the file of thinned records, has it
+            thinned = every is not None  # only part 0, which has the thinned records, has the key `every`
             header = Header(
                 record["recorded"],
                 self._typed(record, "run", str),
@@ -231,7 +231,7 @@ class Parser:
 
 
 def _why(error: Exception) -> str:
-    """The error of a record, as a sentence about the file: Python's own messages describe this module."""
+    """The reason why a line is damaged. Replaces the messages of Python's own errors, which refer to this code."""
     if isinstance(error, KeyError):
         return f"{short(error.args[0])} is missing"
     if isinstance(error, (ValueError, OverflowError)) and "unpack" not in str(error):
@@ -246,7 +246,7 @@ def _whole_or_none(*values: Any) -> None:
 
 
 def _in_range(content: Any) -> Any:
-    """Return the content, of any shape. Raises ValueError if a whole number in it is out of range."""
+    """Return `content` unchanged. Raises ValueError if a whole number at any depth of it is out of range."""
     left = [content]
     while left:
         value = left.pop()
