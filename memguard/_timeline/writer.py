@@ -326,7 +326,7 @@ class Writer:
             files.remove(self.path)
 
     def _refuse_others(self, held: Writer | None) -> None:
-        """Raise TimelineError if the existing file must not be changed, or if another writer than `held` has it open."""
+        """Raise TimelineError if the existing file must not be changed, or if a writer except `held` has it open."""
         if (why := files.why_not_ours(self.path)) is not None:
             raise TimelineError(
                 f"{self.path}: {why}", fix="name another file; memguard overwrites only its own timelines"
