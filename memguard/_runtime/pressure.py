@@ -50,7 +50,7 @@ AGAIN = 60.0
 LEAKED = 32 * MIB
 """The least rise of unaccounted memory for a leak, in bytes."""
 STEPS = 4
-"""A fast leak needs a rise between at least this many consecutive windows."""
+"""A fast leak rises from one window to the next at least this many times."""
 UNACCOUNTED = "unaccounted"
 """The key of unaccounted memory, used like the name of a framework."""
 
@@ -58,8 +58,8 @@ UNACCOUNTED = "unaccounted"
 class Bounds(NamedTuple):
     """The bounds of elastic caps (caps that memguard moves between a min and a max) on one GPU, in bytes.
 
-    `room` is limit − reserve, the memory for all frameworks. `least` is the min of each
-    elastic framework and the cap of each other framework. `most` is the max of each elastic framework.
+    `room` is limit − reserve, the memory for all frameworks. `least` is the min of each elastic framework
+    and the cap of each other framework. `most` is the max of each elastic framework.
     """
 
     room: int
@@ -117,8 +117,8 @@ class Settings(NamedTuple):
 
 
 def _names(devices: Sequence[Device]) -> dict[str, str]:
-    """The GPUs' names in messages, with CUDA's ordinal, or NVML's index if the ordinal is unknown. A single GPU has an
-    empty name."""
+    """The GPUs' names in messages, with CUDA's ordinal, or NVML's index if the ordinal is unknown. A single GPU has
+    an empty name."""
     if len(devices) == 1:
         return {devices[0].uuid: ""}
     numbers = {d.uuid: f"GPU {d.index}" if d.ordinal is None else f"cuda:{d.ordinal}" for d in devices}
@@ -126,9 +126,9 @@ def _names(devices: Sequence[Device]) -> dict[str, str]:
 
 
 class Action(NamedTuple):
-    """An action that the session carries out. `kind`: log (at level info), warn (log at level warning), or callback (call
-    the `on_event` callbacks). If the budget's `on_pressure` has them also trim and raise, which the session carries out
-    at the next `memguard.checkpoint`.
+    """An action that the session carries out. `kind` is log (at level info), warn (log at level warning), or callback
+    (call the `on_event` callbacks). If the budget's `on_pressure` lists them, there are also trim and raise, which the
+    session carries out at the next `memguard.checkpoint`.
     """
 
     kind: str
@@ -160,8 +160,8 @@ _NONE: Mapping[str, FrameworkSample] = MappingProxyType({})
 
 
 class _Level(NamedTuple):
-    """The bytes `used` that no trim can return, and the cap or limit `top`. Both include `base`, this process's overhead.
-    `others`: if other processes hold memory within the limit, a clause for the message that says so.
+    """The bytes `used` that no trim can return, and the cap or limit `top`. Both include `base`, this process's
+    overhead. `others`: if other processes hold memory within the limit, a clause for the message that says so.
     """
 
     used: int
@@ -419,7 +419,7 @@ def _leak(settings: Settings, now: float, uuid: str, unaccounted: int, track: _T
 
 
 def _speed(track: _Track) -> float | None:
-    """The bytes per second of a steady rise by at least `LEAKED` within the windows or the stored peaks, or None."""
+    """The bytes per second of a steady rise by at least `LEAKED` in the windows or in the stored peaks; or None."""
     if (climb := _climb(track)) is not None:
         steps = [b.low - a.low for a, b in pairwise(track.blocks)]
         # Ignore the largest step, which may have another cause. Require `STEPS` steps, because the first uses of a few
@@ -434,7 +434,7 @@ def _speed(track: _Track) -> float | None:
 
 
 def _rise(level: _Level, track: _Track) -> tuple[float, float] | None:
-    """The bytes per second of a steady rise, and the seconds until the level reaches `top`. None without a steady rise."""
+    """The bytes per second of a steady rise, and the seconds until the level reaches `top`; or None."""
     floor = level.top - (1 - FLOOR) * (level.top - level.base)
     climb = _climb(track) if track.blocks[-1].high > floor else None
     return (climb.slope, (level.top - climb.high) / climb.slope) if climb is not None else None
@@ -469,8 +469,8 @@ def _climb(track: _Track) -> _Climb | None:
 
 
 def _beginning(blocks: Sequence[_Block]) -> int | None:
-    """The largest index from which the windows up to the last are long enough for `EVIDENCE`; None if all windows together
-    are too short."""
+    """The index of the first window of the shortest sequence up to the last window that is long enough for `EVIDENCE`;
+    None if there is no such sequence."""
     last = range(len(blocks) - EVIDENCE[1], -1, -1)
     return next((n for n in last if blocks[-1].time - blocks[n].time >= EVIDENCE[0]), None)
 
@@ -482,8 +482,8 @@ def _threes(blocks: Sequence[_Block]) -> list[_Block]:
 
 
 def _slope(blocks: Sequence[_Block]) -> float:
-    """The Theil-Sen slope: the median slope over all pairs of windows. 0 if too few pairs rise, or if one step makes more
-    than half of the rise."""
+    """The Theil-Sen slope: the median slope over all pairs of windows. 0 if too few pairs rise, or if a single
+    step is more than half of the rise."""
     if len(blocks) < EVIDENCE[1]:
         return 0.0
     if 2 * max(b.low - a.low for a, b in pairwise(blocks)) > blocks[-1].low - blocks[0].low:

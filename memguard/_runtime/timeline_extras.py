@@ -55,8 +55,8 @@ class Timeline(Extension):
     extras: TimelineExtras | None = None
 
     def prepare(self, session: SessionContext, before: SessionContext | None) -> None:
-        """Raise TimelineError if the file cannot be created. `before` is the session that ends first; it may have the
-        same file."""
+        """Raise TimelineError if the file cannot be created. `before` is the session that will end first; it may have
+        the same file."""
         writer = _writer(session)
         writer.check(before.writer if before is not None else None)
         session.write_to(writer)
@@ -114,7 +114,7 @@ class Peaks:
         return True
 
     def events(self, when: float, found: Mapping[str, Mapping[str, int]], *, last: bool = False) -> list[Event]:
-        """Events for the peaks in `found` (by UUID and framework) that grew by `GROWN`; if `last`, for all that grew."""
+        """Events for the peaks in `found` (by UUID and framework) that grew by `GROWN`, or if `last`, grew at all."""
         events = []
         for uuid, peaks in found.items():
             for name, peak in peaks.items():
