@@ -51,7 +51,7 @@ leak."""
 MAX_FIRST_USES = 3
 """The most first uses to which one growth is attributed, if calls of their libraries were observed."""
 ANY = frozenset(LIBRARIES)
-"""All libraries: the possible causes if loaded libraries cannot be observed."""
+"""All known libraries, which count as loaded if the loaded libraries cannot be observed."""
 Use = tuple[str, int]
 """A first use of a library: the framework's name, and the index in `first_uses` of its spec."""
 Charge = tuple[int, frozenset[Use], int]
@@ -396,7 +396,7 @@ def _size_of(use: Use) -> int:
 
 
 def _initial_memory(name: str) -> int:
-    """A framework's measured memory before the first use of a library."""
+    """The measured overhead of a framework before it first uses a library."""
     return modules(name) - sum(size for _, size in (SPECS[name].first_uses if name in SPECS else ()))
 
 
@@ -477,7 +477,7 @@ def _held_apart(usages: Mapping[str, Usage | None], pooled: Collection[str]) -> 
 
 
 def totals(usages: Iterable[Usage | None]) -> tuple[int | None, int | None]:
-    """One framework's bytes in use on all GPUs together, and its peak; None if it does not report them."""
+    """A framework's bytes in use and its allocator's peak, each added up over all GPUs; None if not reported."""
     in_use: int | None = 0
     most: int | None = None
     for usage in usages:

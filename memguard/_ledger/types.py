@@ -123,7 +123,7 @@ class DeviceLedger:
     def later(
         cls, device: Device, rows: Callable[[], tuple[Row, ...]], process: int | None, limit: int | None, moved: bool
     ) -> DeviceLedger:
-        """A ledger that calls `rows` on first access. `rows` must always return the same rows."""
+        """A ledger that calls `rows` when the attribute `rows` is first read. `rows` must always return the same rows."""
         found = cls.__new__(cls)
         vars(found).update(device=device, process=process, limit=limit, moved=moved, suspended=None, _rows=rows)
         return found

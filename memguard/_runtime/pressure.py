@@ -265,10 +265,10 @@ def _levels(device: DeviceSample, bounds: Bounds | None = None) -> list[tuple[st
     used = need + device.overhead if silent or device.process is None else max(process - idle, 0)
     left = device.free + reclaimable
     squeezed = process + device.free < device.limit and device.limit - left > used
-    if squeezed:  # other processes or the driver hold a part of the limit
+    if squeezed:  # other processes or the driver hold memory within the limit
         used = device.limit - left
     others = "other processes hold the rest of the card"
-    if device.used is None:  # unified memory
+    if device.used is None:  # on unified memory
         others = "the machine's memory, which this GPU uses, is taken"
     process_level = _Level(used, device.limit, min(device.overhead, device.limit), others if squeezed else "")
     return [*levels, (None, process_level)]
@@ -295,7 +295,7 @@ def _tops(device: DeviceSample, bounds: Bounds, needs: Mapping[str, int | None])
 
 def _seen(track: _Track, time: float, used: int) -> _Track:
     """Add a level of `used` bytes to the windows."""
-    level, blocks, peaks, announced, rose, warned = track  # `_replace` takes four times as long
+    level, blocks, peaks, announced, rose, warned = track  # unpacked, because `_replace` takes four times as long
     number = int(time // BLOCK)
     if not blocks:
         return _Track(level, (_Block(number, time, used, used),), peaks, announced, rose, warned)

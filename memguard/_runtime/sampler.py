@@ -230,7 +230,7 @@ class Monitor:
         return seconds if math.isfinite(seconds) else 0.0
 
     def _retry(self) -> float:
-        """Seconds until the next attempt: exponential backoff, capped by `SLOWEST_RETRY` or the interval."""
+        """Seconds until the next attempt: exponential backoff, up to the larger of `SLOWEST_RETRY` and the interval."""
         interval = self._settings.interval
         return min(interval * 2.0 ** min(self._failures, 30), max(SLOWEST_RETRY, interval))
 

@@ -1,4 +1,4 @@
-"""Strict parser for the lines of a timeline, version 1. Every TimelineError names the file, the line and a fix."""
+"""Parses the lines of a timeline, version 1; for an invalid line raises TimelineError with file, line and fix."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Parser:
         return header
 
     def record(self, raw: bytes) -> Record | None:
-        """The record in the line. None if the line defines new columns."""
+        """Parse a line. Returns its record, or None if the line defines new columns."""
         record = self.object(raw)
         time: Any = record.get("t")
         if type(time) not in (int, float) or not 0 <= time < MAX_SECONDS:
@@ -184,14 +184,14 @@ class Parser:
     def _plan(self, content: dict[str, Any]) -> Plan:
         devices = []
         for part in content["devices"]:
-            known = {"unified": False, **part}  # missing in older files
+            known = {"unified": False, **part}  # older files do not have `unified`
             device = Device(**{key: self._checked(known, key, *field) for key, field in _DEVICE.items()})
             sizes = {key: self._checked(part, key, *field) for key, field in _PART.items()}
             caps = {str(name): self._size(cap) for name, cap in part["caps"].items()}
             source, elastic = str(part["reserve_source"]), {}
-            for name, (least, most) in part.get("elastic", {}).items():  # missing in older files
+            for name, (least, most) in part.get("elastic", {}).items():  # older files do not have it
                 elastic[str(name)] = self._size(least), self._size(most)
-            joined = tuple(str(name) for name in part.get("joined", ()))  # missing in older files
+            joined = tuple(str(name) for name in part.get("joined", ()))  # older files do not have it
             figures = sizes["limit"], sizes["reserve"], caps, sizes["unallocated"]
             devices.append(DevicePlan(device, *figures, source, elastic, joined))
         options = {name: dict(about) for name, about in _in_range(content["options"]).items()}

@@ -144,5 +144,5 @@ def _is_over(frame: FrameType) -> bool:
     """False for the frame of a generator or coroutine that may be resumed: up to Python 3.12, `clear` would end it."""
     if not frame.f_code.co_flags & _SUSPENDS or sys.version_info >= (3, 13):
         return True
-    # A frame owns its code and variables only after its generator has finished.
+    # Until a generator has finished, `gc.get_referents` of its frame omits the frame's code and variables.
     return any(one is frame.f_code for one in gc.get_referents(frame))
