@@ -1,14 +1,14 @@
 """Decides how many bytes outside all frameworks to attribute to CUDA contexts, modules and libraries (no I/O).
 
 The gap is this process's bytes by NVML less the bytes that all frameworks hold. To charge a growth of the gap is to
-attribute it to an observed cause, as overhead. Growth without an observed cause stays unaccounted. Causes are
+attribute the bytes to an observed cause, as overhead. Growth without an observed cause stays unaccounted. Causes are
 
 - a new owner: the primary CUDA context, a framework, an NCCL communicator, or a non-primary (second) context. The
   growth in the first reading after the owner appeared is charged, up to the owner's reserve in `_budget.policy`. An
-  eagerly created communicator allocates most of its memory at its first collective; that growth is charged too;
-- the first use of a library, once for each framework that uses it. It is charged in one or two readings, if the
-  program called the library since the last reading of `Host.entries` and the growth is at most the measured size of
-  such a first use;
+  eagerly created communicator allocates most of its memory at its first collective; the growth at that time is
+  charged too;
+- the first use of a library by a framework. It is charged once, in one or two readings, if the program called the
+  library since the last reading of `Host.entries` and the growth is at most the measured size of such a first use;
 - kernels that CUDA loads at their first launch, if a module load was observed: at most `LAZY` bytes in total for each
   live framework.
 
@@ -20,8 +20,8 @@ Growth beyond the reserve of the live frameworks in `_budget.policy` is unaccoun
 of kernels is freed, its charge is removed. While a framework does not report its held bytes, growth may be memory of
 its pool. Charges made during that time are provisional: they are reduced if the lower bound of the framework's bytes
 later shows that its pool holds the charged bytes. The driver's slabs are regions from which it serves small
-allocations; their bytes that no framework counts are found by address. A second context is often observed only after
-its creation. In that case unaccounted memory is charged for it, in a row of its own.
+allocations; slab bytes that no framework counts are found by address. A second context is often observed only after
+its creation. In that case unaccounted memory is charged to the second context, which has a separate row.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class Overhead:
         """The state without provisional charges for bytes that turn out to belong to a framework's pool.
 
         When the lower bound of a pool's bytes rises, the pool holds at least that many bytes, so a charge above the gap
-        is wrong. At other times the bound may be too high (TensorFlow returns idle regions), so it is ignored.
+        is wrong. At other times the bound may be too high (TensorFlow returns idle regions), so the bound is ignored.
         """
         size, used, lazy = self.provisional
         if not exact:
@@ -273,7 +273,7 @@ class Overhead:
         )
 
     def _charge_explained(self, size: int, most: int) -> Overhead | None:
-        """The state with a growth of `size` bytes charged to causes that explain it; None if none does.
+        """The state with a growth of `size` bytes charged to causes of about that size; None without such causes.
 
         `most`: the most first uses that may coincide if entries cannot be observed; 0 if no first use is possible.
         """
@@ -364,7 +364,7 @@ def _fits(measured: int, growth: int, observed: bool) -> bool:
 
     cuBLAS allocates 66 MiB on an H200, of which 32 are workspace. On GPUs other than Hopper the workspace is 8 MiB
     (cuBLAS documentation, `cublasSetWorkspace`). The lower bound is a quarter of the measured size if a call of the
-    library was observed (`observed`): on an H100 cuDNN allocates 8 MiB, half of its size on an H200, and cuFFT 8 MiB
+    library was observed (`observed`): on an H100 cuDNN allocates 8 MiB, half of the size on an H200, and cuFFT 8 MiB
     instead of 24.
     """
     return measured * (2 if observed else 5) // 8 <= growth <= _upper_bound(measured)
@@ -446,7 +446,7 @@ class Held(NamedTuple):
 
 
 def held_by(usages: Mapping[str, Usage | None]) -> Held:
-    """Add up the frameworks' figures of one reading."""
+    """Add up the figures that the frameworks report in one reading."""
     known, at_least, exact, live = 0, 0, True, []
     for name, usage in usages.items():
         if usage is not None:

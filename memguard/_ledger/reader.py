@@ -81,7 +81,7 @@ class LedgerReader:
         self._inconsistent: set[str] = set()  # GPUs whose figures changed during the last reading
         self._own_bytes: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
-        self._searched_in_vain = -math.inf  # time of the last such search that found no new library
+        self._searched_in_vain = -math.inf  # time of the last search that found no new library
         self._entries_read_at = (
             math.inf
         )  # time of the last reading of library entries; infinite before an owner appears
@@ -158,7 +158,7 @@ class LedgerReader:
         own = own_bytes(processes, self.host.pid, True)
         held, state = held_by(usages), self._state(device.uuid)
         gap = None if own is None else own - held.bytes - state.slabs
-        if gap is not None:  # computed for this reading alone: the next `reading` stores it
+        if gap is not None:  # not stored: the next call of `reading` computes and stores the overhead
             entries = self.host.entries(mark=False) if gap > state.last_gap else state.entries
             appeared = state.appeared.union(held.live, _CONTEXT)
             now = time.monotonic()
@@ -355,7 +355,7 @@ class LedgerReader:
 
     def _read_entries(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
         """Read the number of entries into each library. An entry does not show which GPU the library used, so the
-        overhead of each GPU counts it. `new`: owners that have just appeared."""
+        overhead of each GPU counts the entry. `new`: owners that have just appeared."""
         entries, self._entries_read_at = self.host.entries(), time.monotonic()
         for uuid, state in self._overhead.items():
             self._overhead[uuid] = state.with_entries(entries, self._entries_read_at, new)
@@ -380,8 +380,9 @@ class LedgerReader:
     def _read_own_bytes(self, device: Device, usages: Mapping[str, Usage | None]) -> int | None:
         """This process's bytes, from NVML's process list, the slowest call of a sample.
 
-        So a sample calls this only if the GPU's used bytes have changed, and every tenth time: one process may have
-        freed as many bytes as another allocated. On unified memory NVML reports no used bytes, so each sample calls it.
+        So `_sample` calls this method only if the GPU's used bytes have changed, and every tenth time: one process may
+        have freed as many bytes as another allocated. On unified memory NVML reports no used bytes, so each sample
+        calls this method.
         """
         processes, pid = self.host.processes(device), self.host.pid
         live = pid not in processes and (
@@ -390,8 +391,8 @@ class LedgerReader:
         return own_bytes(processes, pid, live)
 
     def _ordinal(self, device: Device) -> int | None:
-        """The GPU's CUDA ordinal, by which `memguard.exchange` counts shared arrays; None if unknown. It never changes
-        within a process."""
+        """The GPU's CUDA ordinal, by which `memguard.exchange` counts shared arrays; None if unknown. The
+        ordinal never changes within a process."""
         if self.host.simulated:
             return None
         if device.ordinal is not None:
@@ -423,8 +424,8 @@ class LedgerReader:
         return {} if found is None else {POOL: found}
 
     def _lent(self, device: Device) -> dict[str, Lent]:
-        """By framework, its memory that other frameworks have views of. The ledger counts it for the framework that
-        allocated it."""
+        """By framework, its memory that other frameworks have views of. The ledger counts that memory for the
+        framework that allocated it."""
         loans = sys.modules.get(_LOANS)
         ordinal = self._ordinal(device) if loans is not None and hasattr(loans, "lent_by") else None
         if loans is None or ordinal is None:
@@ -456,7 +457,7 @@ class LedgerReader:
         return tuple(known.values())
 
     def _warn_of_overhead(self, state: Overhead, device_plan: DevicePlan) -> None:
-        """Warn, once for each GPU, that the overhead exceeds the budget's reserve for it."""
+        """Warn, once for each GPU, that the overhead exceeds the reserve in the budget."""
         if device_plan.device.uuid in self._warned:
             return
         self._warned.add(device_plan.device.uuid)

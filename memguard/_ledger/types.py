@@ -109,7 +109,7 @@ class DeviceLedger:
 
     `suspended`: the process's bytes in host memory while the process is suspended (off the GPU); None otherwise. The
     other rows of a suspended process keep their last figures, a row of kind `suspended` subtracts them, and `process`
-    is 0. A suspended process cannot read the GPU's free memory: `sum` is None unless another process reads it.
+    is 0. A suspended process cannot read the GPU's free memory: `sum` is None unless another process reads the GPU.
     """
 
     device: Device
@@ -123,7 +123,7 @@ class DeviceLedger:
     def later(
         cls, device: Device, rows: Callable[[], tuple[Row, ...]], process: int | None, limit: int | None, moved: bool
     ) -> DeviceLedger:
-        """A ledger that calls `rows` when the attribute `rows` is first read. `rows` must always return the same rows."""
+        """A ledger that calls `rows` when its attribute `rows` is first read. `rows` must always return the same."""
         found = cls.__new__(cls)
         vars(found).update(device=device, process=process, limit=limit, moved=moved, suspended=None, _rows=rows)
         return found
@@ -163,7 +163,7 @@ class DeviceLedger:
 
 @dataclass(frozen=True)
 class Ledger:
-    """One reading of every GPU of the budget. `print` it, or use `as_dict()` / `to_json()`."""
+    """The ledgers of all GPUs of the budget, from one reading. `print` it, or use `as_dict()` / `to_json()`."""
 
     time: float
     devices: tuple[DeviceLedger, ...]
@@ -219,7 +219,7 @@ class Ledger:
 
         out = StringIO()
         # By default rich displays the output itself in a notebook, and writes terminal codes if FORCE_COLOR is set, as
-        # it is in Jupyter.
+        # Jupyter sets it.
         plain = Console(
             file=out, width=80, highlight=False, markup=False, no_color=True, force_jupyter=False, force_terminal=False
         )

@@ -47,10 +47,10 @@ class Watch:
 
 
 def give(watches: list[Watch], sample: Sample, active: Callable[[], bool]) -> None:
-    """Call the callbacks in `watches` with the sample, on the monitor's thread. `active` returns whether the budget is.
+    """Call the callbacks in `watches` with the sample, on the monitor's thread.
 
-    Skips the remaining callbacks if one of them ended the budget or suspended the process, and in a child process that
-    a callback forked.
+    `active` returns True while the budget is in effect. Skips the remaining callbacks if one of them ended the
+    budget or suspended the process, and in a child process that a callback forked.
     """
     pid = os.getpid()
     for watch in [*watches]:

@@ -25,7 +25,7 @@ machine have claimed."""
 
 
 class BudgetLease(Protocol):
-    """A claim of GPU memory, registered on this machine so that other processes with memguard do not claim it too.
+    """A claim of GPU memory, registered on this machine so that no other process with memguard claims that memory.
 
     At the end of the budget the lease is released after all allocator caps.
     """
@@ -69,13 +69,13 @@ class SessionContext(Protocol):
         """The timeline's writer, if the budget has a timeline."""
 
     def set_lease(self, lease: BudgetLease) -> None:
-        """Set the budget's lease. At the end of the budget it is released after all caps are removed."""
+        """Set the budget's lease. At the end of the budget the lease is released after all caps are removed."""
 
     def write_to(self, writer: Writer) -> None:
-        """Set the writer of samples, events and refused requests. It creates no file before `begin_timeline`."""
+        """Set the writer of samples, events and refused requests. `begin_timeline` later creates the file."""
 
     def begin_timeline(self, writer: Writer) -> None:
-        """Create the timeline file, and add undo steps that end it."""
+        """Create the timeline file, and add undo steps that close the file."""
 
     def announce(self, event: Event) -> None:
         """Write the event to the timeline and pass it to the `on_event` callbacks. Any thread may call this."""

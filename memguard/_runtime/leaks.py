@@ -41,7 +41,7 @@ class Workloads:
 
 
 class _Ends:
-    """The stored repetitions of one workload: bytes in use after each, and the running sum of the bytes each adds."""
+    """The stored repetitions of one workload: the bytes in use after each, and the running sum of added bytes."""
 
     def __init__(self) -> None:
         self._after: deque[int] = deque(maxlen=_REPETITIONS)

@@ -9,7 +9,7 @@ A forecast needs a steady rise over at least 3 s and 6 windows of half a second,
 minutes, to more than three quarters of the cap. Below three quarters the rise may be the loading of a model, or the
 first batch. So the forecast of a leak comes when three quarters of the cap are in use, at the earliest. If the memory
 in use varies over several seconds by much more than a leak adds, the forecast comes late. The module `leaks` detects
-such a leak from repetitions of a workload.
+slow leaks from repetitions of a workload.
 
 Unaccounted memory (this process's memory outside frameworks and known overhead) has no cap and cannot be trimmed. So
 its steady rise is reported as a leak at any level: after 3 s if it is fast, after some minutes if it is slow.
@@ -127,8 +127,8 @@ def _names(devices: Sequence[Device]) -> dict[str, str]:
 
 class Action(NamedTuple):
     """An action that the session carries out. `kind` is log (at level info), warn (log at level warning), or callback
-    (call the `on_event` callbacks). If the budget's `on_pressure` lists them, there are also trim and raise, which the
-    session carries out at the next `memguard.checkpoint`.
+    (call the `on_event` callbacks). Kinds trim and raise occur if the budget's `on_pressure` lists them; the session
+    carries them out at the next `memguard.checkpoint`.
     """
 
     kind: str
@@ -150,7 +150,7 @@ class _Track(NamedTuple):
     level: Pressure = Pressure.OK
     blocks: tuple[_Block, ...] = ()
     peaks: tuple[tuple[int, int], ...] = ()  # older than `blocks`: (number of the half minute, peak level)
-    announced: int | None = None  # the highest level of a reported rise; None without one
+    announced: int | None = None  # the highest level of a reported rise; None without a reported rise
     rose: float = 0.0  # the time of the level `announced`
     warned: tuple[tuple[Pressure, float], ...] = ()
 

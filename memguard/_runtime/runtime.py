@@ -5,7 +5,7 @@
     A fork changes Active and Starting to Forked in the child.
 
 `this` is the `Runtime` of this process, which the public functions in `memguard.api` call. A `Session` runs one budget;
-its `Guard` applies the allocator caps.
+its `Guard` applies the caps to the frameworks' allocators.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _DISABLED = f"no budget is active, and nothing caps this program: {workers.DISAB
 _STAND_IN = "h200"
 """The GPU that `missing_gpu="simulate"` simulates: the model on which memguard's figures were measured."""
 _FREED = 3.0
-"""The most seconds to wait for the driver to free the GPU memory of an ended process, after its lease is free."""
+"""After the lease of an ended process is free, the most seconds to wait until the driver has freed the memory."""
 _PATIENCE = 5.0
 """The most seconds that a public call waits for an `init` on another thread."""
 
 
 class Empty:
-    """No budget is active: calls that need one raise NotActive with the reason `why`. Base class of the states."""
+    """No budget is active: calls that need a budget raise NotActive with the reason `why`. Base class of the states."""
 
     session: Session | None = None
     """The session of a budget that is in effect, is being applied, or is not completely undone; else None."""
@@ -110,7 +110,7 @@ class Idle(Empty):
 
 
 class Active(Empty):
-    """A budget is in effect, or was partly undone when its end was interrupted. The next `init` or `shutdown` completes
+    """A budget is in effect, or an interruption left it partly undone. The next `init` or `shutdown` completes
     the undo.
 
     `otherwise` is the state after the budget has ended.

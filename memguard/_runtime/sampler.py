@@ -35,7 +35,7 @@ _BEGIN = 0.2
 _LOOK = 0.005
 """Seconds between two polls in `wait_for_sample`."""
 JOIN = 2.0
-"""The most seconds that `stop` waits for the thread, which may hang in a driver call and ends after it."""
+"""The most seconds that `stop` waits for the thread, which ends only after a hanging driver call."""
 
 
 class Flag:

@@ -112,7 +112,7 @@ class Session:
         return self._writer
 
     def write_to(self, writer: Writer) -> None:
-        """Set the writer of samples, events and refused requests. It creates no file before `begin_timeline`."""
+        """Set the writer of samples, events and refused requests. `begin_timeline` later creates the file."""
         self._writer = writer
 
     def begin_timeline(self, writer: Writer) -> None:
@@ -169,8 +169,8 @@ class Session:
         return self.monitor
 
     def _at_exit(self) -> None:
-        """Called if the program ends without `memguard.shutdown`. A forked child inherits the registration, and this
-        does nothing there."""
+        """Called if the program ends without `memguard.shutdown`. Does nothing in a forked child, which inherits
+        the registration."""
         if self._pid != os.getpid():
             return
         if self.monitor is not None:
@@ -220,7 +220,7 @@ class Session:
             lasting = [event for event in self._take_errors() if self._critical(event)]
         finally:
             here.busy = False
-            if any(extension.waiting for extension in self.extensions):  # an extension was interrupted: call it again
+            if any(extension.waiting for extension in self.extensions):  # interrupted: the next checkpoint continues
                 self.wake()
         for event in lasting:
             raise UnderPressure(event.framework, event.uuid, event.text)

@@ -36,7 +36,7 @@ GROWN = 0.01
 """A peak is written again after it has grown by this fraction, which bounds the number of lines."""
 WORKLOAD = "workload"
 SPANS_EVERY = 1.0
-"""Seconds within which workloads of one name are merged into one event, because each training step may be one."""
+"""Seconds within which workloads of one name are merged into one event, as each training step may be a workload."""
 MOST = 20
 """The most names with an event of their own within `SPANS_EVERY`. Workloads of other names share one event, because a
 program may number the names of its steps."""
@@ -55,8 +55,8 @@ class Timeline(Extension):
     extras: TimelineExtras | None = None
 
     def prepare(self, session: SessionContext, before: SessionContext | None) -> None:
-        """Raise TimelineError if the file cannot be created. `before` is the session that will end first; it may have
-        the same file."""
+        """Raise TimelineError if the file cannot be created. `before` is the session that will end first; its
+        timeline may be the same file."""
         writer = _writer(session)
         writer.check(before.writer if before is not None else None)
         session.write_to(writer)

@@ -23,7 +23,7 @@ MAX_SECONDS = 1e10
 MAX_WHOLE = 1 << 63
 """Upper bound of a whole number in options, in reports and in the header's `frameworks`."""
 MAX_PART = 10**9 - 1
-"""The highest number of a part (one file of a timeline): file names have at most nine digits for it."""
+"""The highest number of a part (one file of a timeline): file names have at most nine digits for the number."""
 _WHOLE = {int}
 _TEXT = 500
 """The most characters of an event's text in the file."""
@@ -155,7 +155,7 @@ def oom_line(time: float, report: Mapping[str, Any], most: int) -> bytes:
 
 
 def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
-    """Returns the line, and whether `columns` changed. If so, the caller must write a columns line before it."""
+    """Returns the line, and whether `columns` changed. If so, the caller must first write a columns line."""
     changed = False
     rows = []
     names, texts = columns.frameworks, columns.texts

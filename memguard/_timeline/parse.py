@@ -184,14 +184,14 @@ class Parser:
     def _plan(self, content: dict[str, Any]) -> Plan:
         devices = []
         for part in content["devices"]:
-            known = {"unified": False, **part}  # older files do not have `unified`
+            known = {"unified": False, **part}  # older files lack `unified`
             device = Device(**{key: self._checked(known, key, *field) for key, field in _DEVICE.items()})
             sizes = {key: self._checked(part, key, *field) for key, field in _PART.items()}
             caps = {str(name): self._size(cap) for name, cap in part["caps"].items()}
             source, elastic = str(part["reserve_source"]), {}
-            for name, (least, most) in part.get("elastic", {}).items():  # older files do not have it
+            for name, (least, most) in part.get("elastic", {}).items():  # older files lack `elastic`
                 elastic[str(name)] = self._size(least), self._size(most)
-            joined = tuple(str(name) for name in part.get("joined", ()))  # older files do not have it
+            joined = tuple(str(name) for name in part.get("joined", ()))  # older files lack `joined`
             figures = sizes["limit"], sizes["reserve"], caps, sizes["unallocated"]
             devices.append(DevicePlan(device, *figures, source, elastic, joined))
         options = {name: dict(about) for name, about in _in_range(content["options"]).items()}

@@ -73,7 +73,7 @@ class Timeline:
         return shown(f"<Timeline {self._parts[-1].path}{parts}: {self._run} on {gpus}{mark}>")
 
     def __str__(self) -> str:
-        """The process and start time of the run, the plan at its start, and `notes`. Reads no file."""
+        """The process and start time of the run, the plan in the header, and `notes`. Reads no file."""
         return shown(
             f"timeline of {self._run}, begun {self.header.recorded}\n{plan_text(self.plan, None, self._notes)}"
         )
@@ -171,7 +171,7 @@ class Timeline:
 def load_timeline(path: str | os.PathLike[str]) -> Timeline:
     """Load the timeline whose newest file is `path`, with its older parts in the same folder (such as `run.1.jsonl`).
 
-    Raises TimelineError for an invalid header. An invalid line after a header raises it while the records are read.
+    Raises TimelineError for an invalid header. Reading the records raises TimelineError for an invalid line.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TimelineError(

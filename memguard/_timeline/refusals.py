@@ -3,7 +3,7 @@
 The need of a refused request is the framework's unreclaimable memory at the refusal plus the requested bytes, even if
 the program caught the error. Events of older memguard versions lack these figures; the figures of the last sample
 replace them. A refused request is recorded as an event, as an out-of-memory report, or as both. In the last case the
-report has the time of the event. Reports of memguard 0.1.0 do not have it, and in some reports it was lost:
+report has the time of the event. Reports of memguard 0.1.0 do not have the time, and in some reports it was lost:
 `counting_event` finds the events of such reports by time and size. All sizes are bytes; None means unknown.
 """
 
@@ -35,15 +35,16 @@ Key = tuple[str, str]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refused request, or the last of several in one event. `time` is as of `time.time()`, `held` is the framework's
-    unreclaimable bytes at the refusal.
+    """A refused request, or the last request of an event that counts several.
+
+    `time` is as of `time.time()`; `held` is the framework's unreclaimable bytes at the refusal.
 
     `times` is the number of requests; 0 in a report whose request an event counts. `full`: the request would have fit
     under the cap, but the GPU had too little free memory.
     """
 
     time: float
-    asked: int | None  # the name is part of `--json`
+    asked: int | None  # `--json` prints this field name
     held: int | None
     cap: int | None
     times: int
@@ -63,7 +64,7 @@ class Reported:
     report is known.
 
     `exact`: `refusal.held` was read at the refusal; otherwise it is from the last sample. `event` is the time, unique
-    among events, of the event that counts the request; None if the report does not have it.
+    among events, of the event that counts the request; None if the report does not have that time.
     """
 
     refusal: Refusal
@@ -144,7 +145,7 @@ def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Repor
 def _merged(event: Refusal, report: Reported) -> Refusal:
     """Merge an event with the report of a request that the event counts. Keeps the event's time and count.
 
-    The other figures are the report's if it has figures read at the refusal, else those with the larger need. If the
+    The other figures are the report's if they were read at the refusal, else the figures with the larger need. If the
     report names an event of several requests, the event's figures may be of another request, and the larger need wins.
     """
     best = report.refusal
@@ -261,9 +262,9 @@ class RefusalCollector:
     ) -> int | None:
         """The framework's unreclaimable bytes at the refusal; None if `held` and `in_use` are unknown.
 
-        If a pool of regions (see `REGIONS`) refuses a request, no region has room for it. A pool smaller than its cap
-        grows by regions, so the request needs a new region in addition to all held bytes. A pool as large as its cap
-        may be a single region, so only its bytes in use count.
+        If a pool of regions (see `REGIONS`) refuses a request, no region can contain the request. A pool smaller than
+        its cap grows by regions, so the request needs a new region in addition to all held bytes. A pool as large as
+        its cap may be a single region, so only its bytes in use count.
         """
         grown = held is not None and cap is not None and held < cap - GRANULE
         if key[1] in REGIONS and key[0] not in self._pooled and grown:

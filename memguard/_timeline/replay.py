@@ -329,7 +329,7 @@ class _Gpu:
         known = True
         more = 0  # the sum of the elastic frameworks' needs above their minima
         for name, usage in device.frameworks.items():
-            if name == EXCHANGE:  # memory held for other processes has no cap: it counts as outside
+            if name == EXCHANGE:  # memory held for other processes is outside all frameworks
                 outside += usage.held or 0
                 continue
             needed = self.cell(name).see(time, usage)
@@ -337,7 +337,7 @@ class _Gpu:
                 more += max(needed - self.least[name], 0)
             known = known and usage.held is not None
         if known and device.unaccounted is not None and device.unaccounted > 0:
-            outside += device.unaccounted  # omitted if it may include bytes of a framework
+            outside += device.unaccounted  # omitted if `unaccounted` may include bytes of a framework
         self.outside = max(self.outside, outside)
         self.together.see(time, more - self.spare)
         self.above.see(time, overhead - self.part.reserve)

@@ -61,7 +61,7 @@ def thin(lines: Iterable[bytes], room: int, every: float | None) -> Thinned:
     overhead = max((len(_columns_line(entry)) for entry in columns), default=0)
     peaks: list[_Line] = []
     for line in _peaks(samples, columns):
-        size = len(line.raw) + (2 * overhead if len(columns) > 1 else 0)  # a columns line before and after it
+        size = len(line.raw) + (2 * overhead if len(columns) > 1 else 0)  # columns lines before and after
         if size <= room:
             peaks.append(line)
             room -= size

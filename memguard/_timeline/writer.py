@@ -1,7 +1,7 @@
 """Writes a timeline as JSON lines, into files of this process whose total size is bounded.
 
 A full file is renamed to a numbered name and becomes an older part. When the total size reaches its limit, the oldest
-part is thinned (see `thinning`): selected records of it are merged into part 0, and the file is removed.
+part is thinned (see `thinning`): some of its records are merged into part 0, and its file is removed.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ class Writer:
             size = about.st_size
             # False if the file is full, was truncated, or ends in a partial line that `_write` could not remove.
             room = size == self._size and size + len(line) <= self._most
-            if about.st_nlink == 0:  # the file was removed: records written to it would be lost
+            if about.st_nlink == 0:  # the file was removed: its records would be lost
                 self._shut()
                 self._pending_message = f"the timeline {self.path} was removed: it is begun anew"
             elif not self._in_place(about) and not self._follow(about):
@@ -436,8 +436,9 @@ class Writer:
         self._number += 1
 
     def _make_room(self) -> None:
-        """Thin or remove the oldest parts until the limit has room for a new file and for the next thinning."""
-        os.stat(os.path.dirname(self.path))  # raises if the folder is missing, so that the loop does not drop its parts
+        """Thin or remove the oldest parts until the limit allows a new file and the next thinning."""
+        # Raises if the folder is missing. It may come back, so the loop must not forget the parts in the folder.
+        os.stat(os.path.dirname(self.path))
         while self._parts and self._held() > self._limit - 2 * self._most:
             oldest = next((part for part in self._parts if not part.own), self._parts[0])
             if oldest.own:
