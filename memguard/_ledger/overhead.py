@@ -44,7 +44,8 @@ PAUSE_SECONDS = 2.0
 FIRST_USE_SECONDS = 1.0
 """Seconds after an observed call of a library during which growth may be the library's first use."""
 KERNEL_LOAD_SECONDS = 0.01
-"""The same limit for kernels, which are loaded immediately: the time between the readings of two GPUs."""
+"""Seconds after an observed module load during which growth may be loaded kernels. It covers the time between the
+readings of two GPUs."""
 MAX_STREAK = 5
 """The most growths in a streak that may be first uses: PyTorch's libraries in one training step. Further growths are a
 leak."""
@@ -160,7 +161,7 @@ class Overhead:
         observed = self.with_entries(entries, now, new)
         if new:
             growth = max(growth, min(since, allowed))
-        elif observed.entered:  # `largest_gap` may be an old peak; excludes charged memory that is allocated again
+        elif observed.entered:  # not from `largest_gap`, an old peak; excludes charged memory that is allocated again
             growth = max(growth, gap - max(self.last_gap, self.charged))
         late = sum(map(modules, _second_contexts(new)))
         growth = max(growth, min(late, gap - self.charged))

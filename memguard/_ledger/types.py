@@ -218,8 +218,8 @@ class Ledger:
         from rich.console import Console
 
         out = StringIO()
-        # By default rich displays the output itself in a notebook, and writes terminal codes if FORCE_COLOR is set, as
-        # Jupyter sets it.
+        # By default rich displays the output itself in a notebook, and writes terminal codes if FORCE_COLOR is set.
+        # Jupyter sets FORCE_COLOR.
         plain = Console(
             file=out, width=80, highlight=False, markup=False, no_color=True, force_jupyter=False, force_terminal=False
         )

@@ -87,8 +87,8 @@ class SessionContext(Protocol):
 class Extension:
     """Base class of the feature that one section of a budget file configures. By default every method does nothing.
 
-    The methods are called from `prepare` until the session ends. No method is called at the end. Instead `start` adds
-    an undo step to `session.undo` before each change, so that an interrupted `start` is also undone.
+    The methods are called from `prepare` until the session ends. No method is called when the session ends. Instead
+    `start` adds an undo step to `session.undo` before each change, so that an interrupted `start` is also undone.
     """
 
     before_monitor: ClassVar[bool] = False

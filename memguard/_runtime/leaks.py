@@ -57,7 +57,7 @@ class _Ends:
         self._count += 1
         self._after.append(after)
         self._left.append((self._left[-1] if self._left else 0) + delta)
-        if self._suspected or (self._count > 20 and self._count % 10):  # a test of 100 repetitions takes 0.5 ms
+        if self._suspected or (self._count > 20 and self._count % 10):  # a test takes 0.5 ms: later test every tenth
             return None
         both = [list(self._after), list(self._left)]
         if not all(_rises(_kept(series)) for series in both):

@@ -161,7 +161,7 @@ _NONE: Mapping[str, FrameworkSample] = MappingProxyType({})
 
 class _Level(NamedTuple):
     """The bytes `used` that no trim can return, and the cap or limit `top`. Both include `base`, this process's
-    overhead. `others`: if other processes hold memory within the limit, a clause for the message that says so.
+    overhead. `others`: the clause of a message that names other holders of memory within the limit, or empty.
     """
 
     used: int

@@ -198,7 +198,7 @@ class Runtime:
         if type(state) is Active or type(state) is Idle:
             return state
         if self._environment is not None and state.session is None and workers.disabled(os.environ):
-            self._stay_idle(_DISABLED, os.environ.get("MEMGUARD_CONFIG", ""))  # no `init` has named a budget
+            self._stay_idle(_DISABLED, os.environ.get("MEMGUARD_CONFIG", ""))  # only this variable names a budget
             return self._state
         return self._awaited()
 
@@ -410,7 +410,7 @@ class Runtime:
 
     # the Idle state
     def _stay_idle(self, why: str, budget: BudgetLike, *, loud: bool = False) -> Guard:
-        """Enter the Idle state, unless a budget is in effect. `loud` logs a warning instead of an information."""
+        """Enter the Idle state, unless a budget is in effect. `loud` logs at level warning, not info."""
         state = self._state
         before, found = state.idle, state.session
         if found is not None and found.active:
@@ -464,7 +464,7 @@ class Runtime:
             self._end_idling()
             if self._environment is not None:
                 self._environment.disarm()
-            self._shutdown_requested = True  # read by an `init` that a signal handler with this call interrupted
+            self._shutdown_requested = True  # for an `init` that this call, in a signal handler, interrupted
             found = self.session
             # In the state Starting, a signal handler called this during `init`, which stops the guard afterwards.
             if found is None or isinstance(self._state, Starting):
@@ -498,7 +498,7 @@ class Runtime:
             _log.warning("the budget of a block could not be ended: %s", str(failure))
 
     def forked(self) -> None:
-        """Reset in a forked child: no budget, and a new lock, because a thread of the parent may have held the old."""
+        """Reset in a forked child: no budget, and a new lock, because a parent's thread may have held the old lock."""
         self.lock, self.claiming, self.applying = ordered(InterruptSafeLock(), LockOrder.RUNTIME), False, False
         self.claimed.clear()
         sample_callbacks.clear()  # callbacks may depend on threads of the parent

@@ -103,7 +103,7 @@ class _Inactive(Guard):
 class PassiveGuard(_Inactive):
     """The guard that `init` returns in a worker. It is not active; its methods that need a budget raise NotActive."""
 
-    def __init__(self) -> None:  # without `Guard.__init__`, which needs GPUs
+    def __init__(self) -> None:  # does not call `Guard.__init__`, which needs GPUs
         self.notes, self.permanent = [], []
 
     def __getattribute__(self, name: str) -> Any:
@@ -131,7 +131,7 @@ class IdleGuard(_Inactive):
 
     plan = Plan(())  # replaces the property of `Guard`, so that `__init__` can set it
 
-    def __init__(self, why: str, given: Any) -> None:  # without `Guard.__init__`, which needs GPUs
+    def __init__(self, why: str, given: Any) -> None:  # does not call `Guard.__init__`, which needs GPUs
         self.why, self.given = why, given
         self.notes, self.permanent = [why], []
         self.plan = Plan((), notes=(why,))

@@ -2,7 +2,7 @@
 
 The need of a refused request is the framework's unreclaimable memory at the refusal plus the requested bytes, even if
 the program caught the error. Events of older memguard versions lack these figures; the figures of the last sample
-replace them. A refused request is recorded as an event, as an out-of-memory report, or as both. In the last case the
+replace them. A refused request is recorded as an event, as an out-of-memory report, or as both. If there are both, the
 report has the time of the event. Reports of memguard 0.1.0 do not have the time, and in some reports it was lost:
 `counting_event` finds the events of such reports by time and size. All sizes are bytes; None means unknown.
 """
