@@ -82,7 +82,7 @@ class Overhead:
     last_growths        the last two growths of the gap, in bytes
     grew_at             the time of the last growth, in seconds
     streak              the number of growths without a pause since an owner appeared
-    entries             the number of entries (calls) into each library; only observable libraries are listed
+    entries             for each observable library, the number of polls that found it called (see `Host.entries`)
     entered             the libraries called since the last charge for a first use
     entered_at          the time of the last observed entry, in seconds
     charges             the charges for first uses or kernels

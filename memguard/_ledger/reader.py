@@ -324,7 +324,7 @@ class LedgerReader:
     def _loaded(
         self, state: Overhead, gap: int, appeared: frozenset[str], mark: bool
     ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
-        """The loaded libraries, and the number of entries (calls) into each library, if observable.
+        """The loaded libraries, and the observed calls (entries) of libraries, as returned by `Host.entries`.
 
         Reading the operating system's list of loaded libraries takes milliseconds. So it is read only if an owner (a
         context, framework or communicator) is new, or if kernels were loaded and the growth of the gap fits a library's
@@ -354,7 +354,7 @@ class LedgerReader:
         return loaded, self._read_entries()
 
     def _read_entries(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
-        """Read the number of entries into each library. An entry does not show which GPU the library used, so the
+        """Read the observed calls (entries) of libraries. An entry does not show which GPU the library used, so the
         overhead of each GPU counts the entry. `new`: owners that have just appeared."""
         entries, self._entries_read_at = self.host.entries(), time.monotonic()
         for uuid, state in self._overhead.items():
