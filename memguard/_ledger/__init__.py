@@ -1,1 +1,1 @@
-"""The ledger: each GPU's memory by holder, in rows that add up to the driver's total; readings, rows and tables."""
+"""The ledger: a table of each GPU's memory by holder, whose rows add up to the total that the driver reports."""

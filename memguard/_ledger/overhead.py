@@ -1,24 +1,27 @@
-"""Attributes bytes outside every framework's cap to overhead: CUDA contexts, modules, library workspaces. Pure.
+"""Decides how many bytes outside all frameworks to attribute to CUDA contexts, modules and libraries (no I/O).
 
-To charge overhead is to attribute a growth of this process's memory to a cause: a context, a module or a library. A
-growth is charged when its cause is observed, never computed as the remainder. Causes are
+The gap is this process's bytes by NVML less the bytes that all frameworks hold. To charge a growth of the gap is to
+attribute the bytes to an observed cause, as overhead. Growth without an observed cause stays unaccounted. Causes are
 
-- a new owner: the context, a framework, an NCCL communicator, a second context. The growth is charged in the first
-  reading after the owner appeared, up to the owner's reserve in `_budget.policy`. A communicator that is created
-  eagerly allocates most of its memory at its first collective, and that growth is charged then;
-- the first use of a library, by each framework that uses it: charged once, in one reading or two, if the library was
-  entered since the last reading of `Host.entries` and the growth is at most the measured size of such first uses;
-- kernels that are loaded at their first launch, if a module was loaded: `LAZY` for each live framework in all.
+- a new owner: the primary CUDA context, a framework, an NCCL communicator, or a non-primary (second) context. The
+  growth in the first reading after the owner appeared is charged, up to the owner's reserve in `_budget.policy`. An
+  eagerly created communicator allocates most of its memory at its first collective; the growth at that time is
+  charged too;
+- the first use of a library by a framework. It is charged once, in one or two readings, if the program called the
+  library since the last reading of `Host.entries` and the growth is at most the measured size of such a first use;
+- kernels that CUDA loads at their first launch, if a module load was observed: at most `LAZY` bytes in total for each
+  live framework.
 
-Where entries cannot be observed, every loaded library and every kernel load is a possible cause. In that case the
-growth must be close to the measured size. Two first uses are charged together only if a framework, a communicator or a
-library has just appeared. Repeated growth is not charged.
+Where calls into libraries (entries) cannot be observed, every loaded library and every kernel load is a possible cause.
+In that case the growth must be close to the measured size. Two first uses are charged together only if a framework, a
+communicator or a library has just appeared. Repeated growth is not charged.
 
-All other growth is unaccounted, including growth beyond the reserve of the live frameworks in `_budget.policy`. When
-the memory of a first use or of kernels is freed, its charge is removed. While a framework does not report its held
-bytes, growth may be its pool. A charge made at such a time is provisional: it is reduced if the framework's lower bound
-later shows that the framework's pool holds these bytes. The gaps in the driver's slabs are counted by address. A second
-context is often observed only after its creation: it is then charged from the unaccounted memory, and gets its own row.
+Growth beyond the reserve of the live frameworks in `_budget.policy` is unaccounted. When the memory of a first use or
+of kernels is freed, its charge is removed. While a framework does not report its held bytes, growth may be memory of
+its pool. Charges made during that time are provisional: they are reduced if the lower bound of the framework's bytes
+later shows that its pool holds the charged bytes. The driver's slabs are regions from which it serves small
+allocations; slab bytes that no framework counts are found by address. A second context is often observed only after
+its creation. In that case unaccounted memory is charged to the second context, which has a separate row.
 """
 
 from __future__ import annotations
@@ -37,54 +40,54 @@ from memguard._frameworks.specs import SPECS
 from memguard._ledger.types import EXCHANGE
 
 PAUSE_SECONDS = 2.0
-"""Seconds without growth that end a streak."""
+"""Seconds without growth that end a streak of growths."""
 FIRST_USE_SECONDS = 1.0
-"""Seconds after a library's entry during which it may still allocate for its first use."""
+"""Seconds after an observed call of a library during which growth may be the library's first use."""
 KERNEL_LOAD_SECONDS = 0.01
-"""`FIRST_USE_SECONDS` for kernels, which allocate immediately. It covers the time between the readings of two GPUs."""
+"""Seconds after an observed module load during which growth may be loaded kernels. It covers the time between the
+readings of two GPUs."""
 MAX_STREAK = 5
-"""The most growths in a streak that may be first uses (PyTorch's libraries in one training step). More growths count as
-a leak."""
+"""The most growths in a streak that may be first uses: PyTorch's libraries in one training step. Further growths are a
+leak."""
 MAX_FIRST_USES = 3
-"""The most first uses to which one growth is attributed, among libraries whose entry was observed."""
+"""The most first uses to which one growth is attributed, if calls of their libraries were observed."""
 ANY = frozenset(LIBRARIES)
-"""All libraries: the possible causes if loaded libraries cannot be observed."""
+"""All known libraries, which count as loaded if the loaded libraries cannot be observed."""
 Use = tuple[str, int]
-"""A first use of a library: the framework, and the index in its `first_uses`."""
+"""A first use of a library: the framework's name, and the index in `first_uses` of its spec."""
 Charge = tuple[int, frozenset[Use], int]
-"""The charged bytes, the first uses that they cover, and the part of the bytes for kernels."""
+"""The charged bytes, the first uses that they cover, and how many of the bytes are for kernels."""
 
 
 @dataclass(frozen=True)
 class Overhead:
     """The bytes attributed to overhead on one GPU so far, and the owners observed so far.
 
-    largest_gap         the largest gap so far: growth is measured from it, so that memory which is freed and allocated
+    largest_gap         the largest gap so far. Growth is measured from it, so that memory which is freed and allocated
                         again is not charged twice
-    communicators_owed  the bytes that communicators may still allocate: one that is created eagerly allocates most at
-                        its first collective
-    last_gap            the gap of the last reading: a new owner is charged with the growth since then, whatever the
-                        earlier gaps
+    communicators_owed  the bytes that communicators may still allocate: an eagerly created communicator allocates most
+                        of its memory at its first collective
+    last_gap            the gap of the last reading. The growth since that reading is charged to a new owner, even if
+                        an earlier gap was larger
     slabs               the bytes of the driver's slabs that no framework counts, in this reading; no gap includes them
-    owner_appeared      whether an owner appeared in the last reading
-    second_contexts     the part of `charged` for contexts other than the primary one
+    owner_appeared      True if an owner or a library was new in the last reading
+    second_contexts     the bytes of `charged` for non-primary contexts
     loaded              the libraries loaded so far
-    first_uses          the first uses charged: the framework, and the index in its `first_uses`
-    kernels             the part of `charged` for kernels loaded at their first launch
-    first_use_rest      the bytes that the first use charged in the last reading may still allocate, if that charge was
-                        small
-    unexplained         the unexplained growth of the last reading: where entries cannot be observed, a first use may
-                        begin with it
+    first_uses          the first uses charged so far
+    kernels             the bytes of `charged` for kernels loaded at their first launch
+    first_use_rest      the bytes that the first use charged in the last reading may still allocate, if the charge was
+                        below its measured size
+    unexplained         the growth of the last reading that had no observed cause. If entries cannot be observed, it
+                        may be the beginning of a first use
     last_growths        the last two growths of the gap, in bytes
     grew_at             the time of the last growth, in seconds
-    streak              the growths without a pause since an owner appeared
-    entries             the number of entries into each library; a missing library cannot be observed
-    entered             the libraries entered since the last charge for a first use
+    streak              the number of growths without a pause since an owner appeared
+    entries             for each observable library, the number of polls that found it called (see `Host.entries`)
+    entered             the libraries called since the last charge for a first use
     entered_at          the time of the last observed entry, in seconds
-    charges             each charge for first uses or kernels: its bytes, the uses, and its part of `kernels`
-    provisional         the part of `charged`, `first_uses` and `kernels` that was charged while a framework did not
-                        report its held bytes
-    pool_lower_bound    the least bytes that such frameworks hold, in the last reading
+    charges             the charges for first uses or kernels
+    provisional         what was charged while a framework did not report its held bytes, as one charge
+    pool_lower_bound    the lower bound of the bytes held by frameworks that do not report them, in the last reading
     """
 
     charged: int = 0
@@ -116,12 +119,12 @@ class Overhead:
 
     @property
     def lasting(self) -> tuple[int, int]:
-        """The figures that persist between readings. Only a reading during which no framework's figure changed may
-        change them. Otherwise memory that a framework allocates after its own reading would be charged as overhead."""
+        """The figures that only a consistent reading, during which no framework allocates, may change. Otherwise memory
+        that a framework allocates after its figures were read would be charged as overhead."""
         return self.charged, self.largest_gap
 
     def with_slabs(self, slabs: int) -> Overhead:
-        """The state with these slabs' bytes. It copies the attributes, because `replace` takes ten times as long."""
+        """A copy with this value of `slabs`, made in a tenth of the time of `replace`."""
         found = object.__new__(Overhead)
         vars(found).update(vars(self), slabs=slabs)
         return found
@@ -136,12 +139,13 @@ class Overhead:
         entries: frozenset[tuple[str, int]] = frozenset(),
         least: int = 0,
     ) -> Overhead:
-        """The state after a reading. `gap` is the process's bytes less the bytes of all frameworks in the process;
-        `loaded` lists the loaded libraries of `LIBRARIES`; `now` is in seconds; `entries` comes from `Host.entries`.
+        """The state after a reading. `gap` is the process's bytes less the bytes of all frameworks and `slabs`;
+        `appeared` has the owners observed; `loaded` the loaded libraries of `LIBRARIES`; `now` is in seconds; `entries`
+        comes from `Host.entries`.
 
-        `exact` is False if a framework does not report its held bytes. Part of the gap is then that framework's pool,
-        so at most the measured size of a new owner (a context, framework, library) is charged. `least`: the lower bound
-        of the bytes that such frameworks hold; the gap excludes it.
+        `exact` is False if a framework does not report its held bytes. The gap then includes memory of that framework's
+        pool, so a new owner is charged with at most its measured size. `least`: the lower bound of the bytes that such
+        frameworks hold; the gap excludes it.
         """
         quiet = (
             gap == self.last_gap
@@ -157,7 +161,7 @@ class Overhead:
         observed = self.with_entries(entries, now, new)
         if new:
             growth = max(growth, min(since, allowed))
-        elif observed.entered:  # ignores earlier gaps, and excludes charged memory that is allocated again
+        elif observed.entered:  # not from `largest_gap`, an old peak; excludes charged memory that is allocated again
             growth = max(growth, gap - max(self.last_gap, self.charged))
         late = sum(map(modules, _second_contexts(new)))
         growth = max(growth, min(late, gap - self.charged))
@@ -216,10 +220,10 @@ class Overhead:
         return state._without_pool_charges(self, exact)
 
     def _without_pool_charges(self, before: Overhead, exact: bool) -> Overhead:
-        """The state without the charges for memory that belongs to a pool.
+        """The state without provisional charges for bytes that turn out to belong to a framework's pool.
 
-        When a pool's lower bound rises, the pool holds at least that many bytes, so all overhead is within the gap. At
-        other times the bound may be too high (TensorFlow returns idle regions), so it is ignored.
+        When the lower bound of a pool's bytes rises, the pool holds at least that many bytes, so a charge above the gap
+        is wrong. At other times the bound may be too high (TensorFlow returns idle regions), so the bound is ignored.
         """
         size, used, lazy = self.provisional
         if not exact:
@@ -246,8 +250,8 @@ class Overhead:
     def with_entries(
         self, entries: frozenset[tuple[str, int]], now: float, new: frozenset[str] = frozenset()
     ) -> Overhead:
-        """The state after reading the entered libraries. If an owner in `new` has appeared, the first reading ignores
-        earlier entries, because their memory is charged as that owner's."""
+        """The state with these counts of `Host.entries`. If `new` has owners, calls of libraries that were not observed
+        before do not count as entered: their memory is charged to the new owner."""
         known = {name for name, _ in self.entries}
         came = frozenset([name for name, count in entries - self.entries if count and (name in known or not new)])
         since, before = now - self.entered_at, self.entered
@@ -263,16 +267,16 @@ class Overhead:
         return replace(self, entries=entries, entered=entered, entered_at=now if came else self.entered_at)
 
     def may_be_a_library(self, gap: int) -> bool:
-        """Whether the gap has grown by enough for the first use of a newly loaded library."""
+        """True if the gap has grown by enough for the first use of a library that is not in `loaded`."""
         growth = gap - self.last_gap + self.unexplained
         return growth > LAZY and any(
             growth >= size * 5 // 8 for *_, library, size in self._uncharged_first_uses() if library not in self.loaded
         )
 
     def _charge_explained(self, size: int, most: int) -> Overhead | None:
-        """The state with a growth of `size` bytes charged to its possible causes; None without a possible cause.
+        """The state with a growth of `size` bytes charged to causes of about that size; None without such causes.
 
-        `most`: the number of first uses that may coincide if entries cannot be observed; 0 if no first use is possible.
+        `most`: the most first uses that may coincide if entries cannot be observed; 0 if no first use is possible.
         """
         observed = {name for name, _ in self.entries}
         if (most or observed) and size <= self.first_use_rest:
@@ -295,7 +299,7 @@ class Overhead:
         return None
 
     def _charge_first_uses(self, size: int, libraries: frozenset[str], most: int, observed: bool) -> Overhead | None:
-        """The state with a growth of `size` charged to at most `most` first uses of `libraries`; None if none fits."""
+        """The state with `size` bytes charged to at most `most` first uses of `libraries`; None if no sizes fit."""
         unused = [use for use in self._uncharged_first_uses() if use[2] in libraries]
         together = [uses for count in range(1, most + 1) for uses in combinations(unused, count)]
         sizes = [(sum(use[3] for use in uses), uses) for uses in together]
@@ -314,15 +318,17 @@ class Overhead:
         )
 
     def _with_charge(self, size: int, used: frozenset[Use] = frozenset(), kernels: int = 0) -> tuple[Charge, ...]:
-        """`charges` with this charge appended. A charge below the driver's page size is dropped, because no figure
-        shows it."""
+        """`charges` with this charge appended. A charge below the driver's page size is omitted: when its memory is
+        freed, NVML's figures do not change."""
         return (*self.charges, (size, used, kernels)) if size >= GRANULE else self.charges
 
     def _without_freed_charge(self, fall: int, missing: int) -> tuple[Overhead, int] | None:
-        """The state without the last charge that was freed, and the remaining charge; None if none was freed.
+        """The state without the latest charge whose memory was freed, and the remaining charged bytes; None if no
+        charged memory was freed.
 
-        A charge counts as freed if the gap's `fall` or `missing` (the charged bytes beyond the gap) is about its size.
-        If no charged byte is missing, the freed memory was unaccounted.
+        The memory of a charge counts as freed if the gap decreased by about the charge's size (`fall`), or if the
+        charged bytes exceed the gap by about that size (`missing`). If `missing` is 0, the freed memory was
+        unaccounted.
         """
         for place in range(len(self.charges) - 1, -1, -1):
             size, used, lazy = self.charges[place]
@@ -345,20 +351,23 @@ class Overhead:
         owed = min(self.communicators_owed, sum(map(workspace, _communicators(appeared)))) + sum(map(workspace, came))
         if came:
             owed -= max(charge - sum(map(_initial_memory, new - came)), 0)
-        # The reserve is slightly above the measured size: after a smaller remainder, no further allocation follows.
+        # The reserve is slightly above the measured size. A remainder of at most that difference is never allocated.
         return owed if owed > sum(workspace(name) - modules(name) for name in _communicators(appeared)) else 0
 
 
 def _steady(growth: int, before: tuple[int, int]) -> bool:
-    """Whether this is the third growth of about the same size, which indicates a leak rather than a first use."""
+    """True if this growth and the two before it have about the same size: a leak rather than a first use."""
     return min(before) >= growth * 3 // 4 and max(before) <= growth * 4 // 3
 
 
 def _fits(measured: int, growth: int, observed: bool) -> bool:
-    """Whether a first use measured on an H200 may allocate `growth`. cuBLAS takes 66 MiB there, of which 32 are
-    workspace; on other GPUs than Hopper the workspace is 8 MiB (cuBLAS documentation, `cublasSetWorkspace`). The lower
-    bound is a quarter of the measured size if the library's entry was observed (`observed`): cuDNN allocates 8 MiB on
-    an H100, half of the size on an H200, and cuFFT 8 MiB instead of 24."""
+    """True if a first use that allocates `measured` bytes on an H200 may allocate `growth` bytes on another GPU.
+
+    cuBLAS allocates 66 MiB on an H200, of which 32 are workspace. On GPUs other than Hopper the workspace is 8 MiB
+    (cuBLAS documentation, `cublasSetWorkspace`). The lower bound is a quarter of the measured size if a call of the
+    library was observed (`observed`): on an H100 cuDNN allocates 8 MiB, half of the size on an H200, and cuFFT 8 MiB
+    instead of 24.
+    """
     return measured * (2 if observed else 5) // 8 <= growth <= _upper_bound(measured)
 
 
@@ -367,13 +376,13 @@ def _upper_bound(measured: int) -> int:
 
 
 def _first_uses_of_new(new: frozenset[str], charge: int) -> frozenset[Use]:
-    """The first uses that a charge for new frameworks contains, beyond their initial memory: the largest first."""
+    """The first uses that a charge for new frameworks covers besides their initial memory; larger uses first."""
     uses = [(name, place) for name in new & set(SPECS) for place in range(len(SPECS[name].first_uses))]
     return _largest_that_fit(uses, charge - sum(map(_initial_memory, new)))
 
 
 def _largest_that_fit(uses: Iterable[Use], size: int) -> frozenset[Use]:
-    """The first uses that fit into `size` bytes: the largest first."""
+    """The first uses that fit into `size` bytes, tried from the largest to the smallest."""
     found = set()
     for use in sorted(uses, key=lambda use: (_size_of(use), use), reverse=True):
         if _size_of(use) * 7 // 8 <= size:
@@ -388,12 +397,12 @@ def _size_of(use: Use) -> int:
 
 
 def _initial_memory(name: str) -> int:
-    """A framework's measured memory before the first use of a library."""
+    """The measured overhead of a framework before it first uses a library."""
     return modules(name) - sum(size for _, size in (SPECS[name].first_uses if name in SPECS else ()))
 
 
 def _communicators(names: frozenset[str]) -> frozenset[str]:
-    """The communicators among `names`. `Framework.libraries` ends their names with a number: `nccl 1`."""
+    """The communicators among `names`. `Framework.libraries` numbers communicators, for example `nccl 1`."""
     return frozenset(name for name in names - _second_contexts(names) if " " in name)
 
 
@@ -403,7 +412,7 @@ def _second_contexts(names: frozenset[str]) -> frozenset[str]:
 
 
 def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
-    """The largest expected overhead of these owners: the figures of `reserve: auto` if `exact`, else the measured
+    """The most bytes to charge for these owners: their figures of `reserve: auto` if `exact`, else the smaller measured
     sizes."""
     if not appeared:
         return 0
@@ -427,8 +436,8 @@ class Held(NamedTuple):
 
     bytes     the sum of the known bytes
     live      the frameworks that use the GPU
-    exact     whether each framework reports its held bytes
-    at_least  the sum of the lower bounds of the frameworks without such a report; included in `bytes`
+    exact     True if each framework reports its held bytes
+    at_least  the sum of the lower bounds of frameworks that do not report their held bytes; included in `bytes`
     """
 
     bytes: int
@@ -438,7 +447,7 @@ class Held(NamedTuple):
 
 
 def held_by(usages: Mapping[str, Usage | None]) -> Held:
-    """The sums of the usages of one reading."""
+    """Add up the figures that the frameworks report in one reading."""
     known, at_least, exact, live = 0, 0, True, []
     for name, usage in usages.items():
         if usage is not None:
@@ -449,12 +458,12 @@ def held_by(usages: Mapping[str, Usage | None]) -> Held:
             known += held
             if name != POOL and name != EXCHANGE:
                 live.append(name)
-    return tuple.__new__(Held, (known, frozenset(live), exact, at_least))  # takes half the time, as `usage_of`
+    return tuple.__new__(Held, (known, frozenset(live), exact, at_least))  # half the time of the constructor
 
 
 def same_held(before: Mapping[str, Usage | None], after: Mapping[str, Usage | None], pooled: Collection[str]) -> bool:
     """True if each framework holds the same number of bytes in both readings. The `pooled` frameworks and their pool
-    count as one holder, because each framework's part of the pool changes constantly.
+    count as one holder, because the pool's bytes move between these frameworks constantly.
     """
     return _held_apart(before, pooled) == _held_apart(after, pooled)
 
@@ -469,7 +478,7 @@ def _held_apart(usages: Mapping[str, Usage | None], pooled: Collection[str]) -> 
 
 
 def totals(usages: Iterable[Usage | None]) -> tuple[int | None, int | None]:
-    """One framework's bytes in use on all GPUs together, and its peak; None if it does not report them."""
+    """A framework's bytes in use and its allocator's peak, each added up over all GPUs; None if not reported."""
     in_use: int | None = 0
     most: int | None = None
     for usage in usages:

@@ -1,8 +1,9 @@
-"""Reads GPUs and frameworks for the ledger and the monitor, and stores the overhead on each GPU.
+"""Reads NVML and the frameworks for the ledger and the monitor, and keeps each GPU's overhead between readings.
 
-Each reading takes the figures of the frameworks from `LedgerReader._usages`: `reading` reads NVML before and after,
-`sample` and `read_unlocked` read it once. `overhead` decides how many bytes to attribute (charge) to contexts, modules
-and libraries. `rows` builds the ledger's rows and the sample.
+Overhead is memory outside all frameworks that is attributed (charged) to CUDA contexts, modules and libraries; the
+module `overhead` decides how many bytes to charge. `LedgerReader._usages` reads the frameworks. `reading` reads NVML
+before and after `_usages`, and repeats all if NVML's figures changed; `sample` and `read_unlocked` read NVML once. The
+module `rows` builds the ledger's rows and the sample.
 """
 
 from __future__ import annotations
@@ -42,27 +43,31 @@ if TYPE_CHECKING:
 _Read = TypeVar("_Read")
 _ATTEMPTS = 3
 _LOCK_TIMEOUT = 5.0
-"""Seconds that a reading waits for another thread's reading."""
+"""Seconds that a thread waits for another thread's reading to end."""
 _LOANS = "memguard._frameworks.arrays.lifetimes"
-"""The module that records arrays shared between frameworks. While it is not loaded, no array is shared."""
+"""The module that records arrays shared between frameworks. If it is not loaded, no array is shared."""
 _CONTEXT, _NOTHING, _UNKNOWN = frozenset({"context"}), Overhead(), Usage(None, None)
 _NONE: frozenset[str] = frozenset()
 _NO_LOANS: Mapping[str, Lent] = MappingProxyType({})
 _NOT_READ: tuple[int | None, int | None, int] = (None, None, 0)
 _MAX_REUSES = 10
-"""Consecutive samples that reuse this process's bytes while the card's bytes are unchanged."""
+"""The most consecutive samples that reuse the last value of this process's bytes, while the GPU's used bytes do not
+change."""
 _DEFAULTS = {"libraries": Framework.libraries, "contexts": Framework.contexts, "uncounted": Framework.uncounted}
 """Methods that few frameworks override, and their default implementations."""
 _NamedFrameworks = tuple[tuple[str, Framework], ...]
 _Overriding = tuple[_NamedFrameworks, ...]
 _SEARCH_INTERVAL = 1.0
-"""Seconds between two searches for the cause of growth. With a leak, every reading finds growth."""
+"""Least seconds between two searches for the cause of growth: during a leak, every reading finds growth."""
 _ENTRIES_MAX_AGE = 0.1
 """Seconds for which a reading without growth reuses the observed library entries."""
 
 
 class LedgerReader:
-    """One process's readings. `unnamed` are frameworks that the budget does not name; `warn` receives a sentence."""
+    """Reads this process's GPUs and frameworks.
+
+    `unnamed`: the frameworks that the budget does not name. `warn` logs a sentence.
+    """
 
     def __init__(self, host: Host, unnamed: Sequence[str], warn: Callable[[str], None]) -> None:
         self.host, self._unnamed, self._warn = host, unnamed, warn
@@ -76,15 +81,15 @@ class LedgerReader:
         self._inconsistent: set[str] = set()  # GPUs whose figures changed during the last reading
         self._own_bytes: dict[str, tuple[int | None, int | None, int]] = {}
         self._ordinals: dict[str, int] = {}
-        self._searched_in_vain = -math.inf  # time of the last search for loaded libraries that found no new library
+        self._searched_in_vain = -math.inf  # time of the last search that found no new library
         self._entries_read_at = (
             math.inf
         )  # time of the last reading of library entries; infinite before an owner appears
         self._overrides: tuple[Mapping[str, Framework], int, _Overriding] | None = None
-        self._contexts_known: dict[str, dict[int, str]] = {}  # by GPU: handle and owner of each non-primary context
+        self._contexts_known: dict[str, dict[int, str]] = {}  # by UUID: handle and creator of each non-primary context
 
     def clear(self) -> None:
-        """Forget the overhead of all GPUs, because another budget begins."""
+        """Clear the overhead and cached figures of all GPUs before another budget is applied."""
         self._overhead.clear()
         self._latest.clear()
         self._warned.clear()
@@ -94,15 +99,15 @@ class LedgerReader:
         self._contexts_known.clear()
 
     def forked(self) -> None:
-        """In a forked child, replace the lock: another thread of the parent may have held it."""
+        """In a forked child, replace the lock: a thread of the parent may have held it during the fork."""
         self._locked = LockedRunner(order=LockOrder.READER)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for readings in progress. True if they end within `seconds`."""
+        """Wait for a reading in progress on another thread. True if it ends within `seconds`."""
         return self._locked.run(bool, seconds) is not None
 
     def unnamed(self) -> Mapping[str, Framework]:
-        """The imported frameworks that the budget does not name, with their adapters. Imports no other adapter."""
+        """Adapters of the imported frameworks that the budget does not name. Creates and imports no other adapter."""
         for name in self._unnamed:
             if name in sys.modules and name not in self._created:
                 self._created[name] = registry.create(name, self.host)
@@ -115,14 +120,15 @@ class LedgerReader:
         enforcements: Mapping[str, str],
         refusals: Mapping[str, tuple[int, float | None]] | None = None,
     ) -> DeviceLedger:
-        """One GPU's ledger rows. `refusals` is passed to `device_ledger`.
+        """Read one GPU and build its ledger. `refusals` is passed to `device_ledger`.
 
-        Raises MemguardError if another thread's reading does not return: a hanging driver must not block every caller.
+        Raises MemguardError if another thread's reading does not end in time: a hanging driver call must not block
+        every caller.
         """
         return self.ledger_of(self.reading(device_plan, frameworks), device_plan, enforcements, refusals)
 
     def reading(self, device_plan: DevicePlan, frameworks: Mapping[str, Framework]) -> Reading:
-        """The reading behind the rows of `ledger`. Raises the same error."""
+        """Read one GPU without building rows. Raises MemguardError like `ledger`."""
         read = self._locked.run(self._read, 0, device_plan, frameworks, True)
         return read[0] if read is not None else self._read_in_turn(self._read, device_plan, frameworks)
 
@@ -133,7 +139,7 @@ class LedgerReader:
         enforcements: Mapping[str, str],
         refusals: Mapping[str, tuple[int, float | None]] | None = None,
     ) -> DeviceLedger:
-        """The rows of a reading. The arguments must not change afterwards."""
+        """The ledger of a reading. Its rows are built on first access, so the arguments must not change afterwards."""
         watched = dict.fromkeys([*self._created, EXCHANGE], Enforcement.WATCHED.value)
         watched[POOL] = ""
         return device_ledger(reading, device_plan, {**watched, **enforcements}, refusals)
@@ -141,10 +147,10 @@ class LedgerReader:
     def read_unlocked(
         self, device_plan: DevicePlan, frameworks: Mapping[str, Framework]
     ) -> tuple[Reading, Mapping[int, int | None]]:
-        """One GPU's figures and processes for a refused request: read once, without a lock and without changing the
-        overhead.
+        """Read one GPU and its processes once, for a refused request. Takes no lock and stores no overhead.
 
-        Called within allocations, where another thread may wait for this one. Leaves out contexts and lent memory.
+        Called within an allocation, where a wait for another thread's lock could deadlock. Reads neither non-primary
+        contexts nor shared arrays.
         """
         device = device_plan.device
         usages = self._usages(device, frameworks, within_allocation=True)
@@ -152,7 +158,7 @@ class LedgerReader:
         own = own_bytes(processes, self.host.pid, True)
         held, state = held_by(usages), self._state(device.uuid)
         gap = None if own is None else own - held.bytes - state.slabs
-        if gap is not None:  # includes owners that appeared since the last reading; the next reading stores them
+        if gap is not None:  # not stored: the next call of `reading` computes and stores the overhead
             entries = self.host.entries(mark=False) if gap > state.last_gap else state.entries
             appeared = state.appeared.union(held.live, _CONTEXT)
             now = time.monotonic()
@@ -160,16 +166,17 @@ class LedgerReader:
         return Reading(device, memory, own, usages, state), processes
 
     def peaks(self) -> dict[str, dict[str, int]]:
-        """The peak of bytes in use by UUID and framework, as of each GPU's last reading. Reads no framework."""
+        """The allocators' peaks of bytes in use, by UUID and framework, from each GPU's last reading. Reads no
+        allocator."""
         return {
             uuid: {name: usage.peak for name, usage in usages.items() if usage is not None and usage.peak is not None}
             for uuid, usages in [*self._latest.items()]
         }
 
     def sample(self, device_plan: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
-        """One GPU's figures, each read once: cheap enough for several samples a second.
+        """Read one GPU for the monitor, each figure once: cheap enough for several samples a second.
 
-        If the unaccounted memory has changed, a complete reading follows, which updates the overhead.
+        If the unaccounted memory has changed, `sample` calls `_read`, which updates the overhead.
         """
         read = self._locked.run(self._sample, 0, device_plan, frameworks, True)
         return read[0] if read is not None else self._read_in_turn(self._sample, device_plan, frameworks)
@@ -180,9 +187,10 @@ class LedgerReader:
         device_plan: DevicePlan,
         frameworks: Mapping[str, Framework],
     ) -> _Read:
-        """Return `read(...)` after waiting for another thread's reading. Readings that update the overhead (argument
-        True) run one at a time. A signal handler must not wait: the other thread may be waiting for a framework's lock
-        that this thread holds. So the handler reads at once, and its reading does not update the overhead.
+        """Call `read` after another thread's reading has ended: only one reading at a time may update the overhead.
+
+        A signal handler must not wait, because the other thread may be waiting for a framework's lock that the
+        interrupted code holds. In a signal handler `read` runs immediately, with `charge` False.
         """
         if interrupting():
             return read(device_plan, frameworks, False)
@@ -202,9 +210,9 @@ class LedgerReader:
     ) -> Reading:
         """Read NVML before and after the frameworks, and read everything again if NVML's figures changed in between.
 
-        Only a consistent reading may change the overhead: each framework must report the same bytes before and after
-        NVML was read. `earlier`: the frameworks' figures just before this call. If they are missing or differ, and the
-        overhead would change, the frameworks are read once more.
+        The overhead may change only if each framework reports the same bytes before and after NVML is read. `earlier`:
+        the frameworks' figures just before this call. If `earlier` is None or differs, and the overhead would change,
+        the frameworks are read once more. `charge` False stores no overhead.
         """
         device, host = device_plan.device, self.host
         pid, uuid = host.pid, device.uuid
@@ -222,7 +230,7 @@ class LedgerReader:
         own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
         found = [libraries for name, one in with_libraries if name in live and (libraries := one.libraries())]
         appeared = live.union(*found, _CONTEXT if active or own else ())
-        # While another thread allocates, no reading is consistent, so the overhead does not change.
+        # None if this process's bytes changed in every attempt (another thread allocates): no overhead is charged.
         gap = None if own is None or now != before else own - known - state.slabs
         owners = self._second_contexts(device, with_contexts, 0 if gap is None else state.last_gap - gap)
         if gap is not None:
@@ -251,8 +259,8 @@ class LedgerReader:
         usages: Mapping[str, Usage | None],
         earlier: Mapping[str, Usage | None] | None,
     ) -> bool:
-        """True if each framework holds the same number of bytes before and after NVML was read. The second figures are
-        `earlier`, or those of a new reading."""
+        """True if each framework holds the same bytes in `usages` and in `earlier`, or in a new reading of the
+        frameworks."""
         pooled = [name for name, one in frameworks.items() if one.pooled]
         if earlier is not None and same_held(earlier, usages, pooled):
             return True
@@ -281,8 +289,9 @@ class LedgerReader:
     def _usages(
         self, device: Device, frameworks: Mapping[str, Framework], within_allocation: bool = False
     ) -> dict[str, Usage | None]:
-        """Read each row of kind `framework` once: the budget's frameworks, other imported frameworks that use the GPU,
-        the shared pool, and the exchange's memory for other processes.
+        """Read the figures of each row of kind `framework` once: the budget's frameworks, other imported frameworks
+        that use the GPU, the pool that frameworks share, and the memory that `memguard.exchange` holds for other
+        processes.
 
         `within_allocation`: create no adapter, skip the exchange (it may query the driver for ordinals), and return
         unknown figures for a framework whose reading fails.
@@ -308,19 +317,21 @@ class LedgerReader:
         return usages
 
     def _state(self, uuid: str) -> Overhead:
-        """The overhead of a GPU so far, with the present gaps of the driver's slabs."""
+        """The stored overhead of a GPU, with the current bytes of the driver's slabs that no framework counts."""
         state, slabs = self._overhead.get(uuid, _NOTHING), driver_pages.slabs[uuid].gaps
         return state if slabs == state.slabs else state.with_slabs(slabs)
 
     def _loaded(
         self, state: Overhead, gap: int, appeared: frozenset[str], mark: bool
     ) -> tuple[frozenset[str], frozenset[tuple[str, int]]]:
-        """The loaded libraries, and the observed entries. Reading the kernel's list of loaded libraries takes
-        milliseconds. So it is read only if a newly loaded library may explain the growth of the gap: a new library has
-        loaded kernels. If entries cannot be observed, a search that found no new library is not repeated for a
-        second."""
+        """The loaded libraries, and the observed calls (entries) of libraries, as returned by `Host.entries`.
+
+        Reading the operating system's list of loaded libraries takes milliseconds. So it is read only if an owner (a
+        context, framework or communicator) is new, or if kernels were loaded and the growth of the gap fits a library's
+        first use. If entries cannot be observed, a search that found no new library is not repeated for a second.
+        """
         new = appeared - state.appeared
-        if not mark:  # in a signal handler: the next reading searches
+        if not mark:  # in a signal handler, which must return soon: the next reading searches
             return state.loaded, self.host.entries(mark=False)
         if new:
             return self.host.libraries(), self._read_entries(new)
@@ -343,15 +354,15 @@ class LedgerReader:
         return loaded, self._read_entries()
 
     def _read_entries(self, new: frozenset[str] = _NONE) -> frozenset[tuple[str, int]]:
-        """The observed library entries. An entry does not show which GPU the library used, so all GPUs count it. `new`:
-        new owners."""
+        """Read the observed calls (entries) of libraries. An entry does not show which GPU the library used, so the
+        overhead of each GPU counts the entry. `new`: owners that have just appeared."""
         entries, self._entries_read_at = self.host.entries(), time.monotonic()
         for uuid, state in self._overhead.items():
             self._overhead[uuid] = state.with_entries(entries, self._entries_read_at, new)
         return entries
 
     def _overriding(self, frameworks: Mapping[str, Framework]) -> _Overriding:
-        """The few frameworks that override `libraries`, `contexts` or `uncounted`."""
+        """For each of `libraries`, `contexts` and `uncounted`, the frameworks that override it."""
         if (
             self._overrides is not None
             and self._overrides[0] is frameworks
@@ -367,9 +378,11 @@ class LedgerReader:
         return found
 
     def _read_own_bytes(self, device: Device, usages: Mapping[str, Usage | None]) -> int | None:
-        """This process's bytes. Reading NVML's process list is the slowest call of a sample. A sample reads it if the
-        GPU's used bytes have changed, and every tenth time, in case memory moved to another process. On unified memory,
-        where NVML reports no used bytes, each sample reads it.
+        """This process's bytes, from NVML's process list, the slowest call of a sample.
+
+        So `_sample` calls this method only if the GPU's used bytes have changed, and every tenth time: one process may
+        have freed as many bytes as another allocated. On unified memory NVML reports no used bytes, so each sample
+        calls this method.
         """
         processes, pid = self.host.processes(device), self.host.pid
         live = pid not in processes and (
@@ -378,7 +391,8 @@ class LedgerReader:
         return own_bytes(processes, pid, live)
 
     def _ordinal(self, device: Device) -> int | None:
-        """The GPU's CUDA ordinal, by which the exchange counts. It never changes within a process."""
+        """The GPU's CUDA ordinal, by which `memguard.exchange` counts shared arrays; None if unknown. The
+        ordinal never changes within a process."""
         if self.host.simulated:
             return None
         if device.ordinal is not None:
@@ -391,7 +405,7 @@ class LedgerReader:
         return self._ordinals.get(device.uuid)
 
     def _exchange_usage(self, device: Device) -> dict[str, Usage]:
-        """The exchange's memory for other processes, as the usage of its row; empty if it is 0."""
+        """The row of memory that `memguard.exchange` holds for other processes; empty if it holds none."""
         loans = sys.modules.get(_LOANS)
         held: Mapping[int, int] | None = getattr(loans, "held_for_processes", None)
         size = held.get(ordinal, 0) if held and (ordinal := self._ordinal(device)) is not None else 0
@@ -400,8 +414,8 @@ class LedgerReader:
     def _shared_pool_usage(
         self, device: Device, frameworks: Mapping[str, Framework], read: Mapping[str, Usage | None]
     ) -> dict[str, Usage]:
-        """The row of the shared pool, given its frameworks' rows in `read`; empty before the pool exists. Together the
-        rows equal the pool's size, to the byte."""
+        """The row of the pool's idle memory; empty before the pool exists. `read` has the rows of the frameworks that
+        allocate from the pool. All these rows add up to the pool's size, to the byte."""
         if self.shared_pool is None:
             return {}
         members = [(one, usage) for name, one in frameworks.items() if one.pooled and (usage := read.get(name))]
@@ -410,7 +424,8 @@ class LedgerReader:
         return {} if found is None else {POOL: found}
 
     def _lent(self, device: Device) -> dict[str, Lent]:
-        """The memory that each framework shares with others (`lent`). It counts as the producer's."""
+        """By framework, its memory that other frameworks have views of. The ledger counts that memory for the
+        framework that allocated it."""
         loans = sys.modules.get(_LOANS)
         ordinal = self._ordinal(device) if loans is not None and hasattr(loans, "lent_by") else None
         if loans is None or ordinal is None:
@@ -419,10 +434,10 @@ class LedgerReader:
         return {name: loan for name, loan in lent.items() if loan.bytes}
 
     def _second_contexts(self, device: Device, frameworks: _NamedFrameworks, decrease: int) -> tuple[str, ...]:
-        """The owner of each non-primary context. `decrease`: the bytes by which the unaccounted memory decreased.
+        """The creator of each non-primary context. `decrease`: the bytes by which the unaccounted memory decreased.
 
-        A known context that is not listed now may be current on another thread. The context counts as destroyed if its
-        memory was freed.
+        A context that is current on another thread may not be found. So a known context counts as destroyed only if
+        unaccounted memory also decreased by about the size of a context.
         """
         if self.host.simulated:  # a simulated GPU has no contexts
             return ()
@@ -442,7 +457,7 @@ class LedgerReader:
         return tuple(known.values())
 
     def _warn_of_overhead(self, state: Overhead, device_plan: DevicePlan) -> None:
-        """Warn once for each GPU whose reserve is too small."""
+        """Warn, once for each GPU, that the overhead exceeds the reserve in the budget."""
         if device_plan.device.uuid in self._warned:
             return
         self._warned.add(device_plan.device.uuid)

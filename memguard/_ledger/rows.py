@@ -1,7 +1,8 @@
-"""Builds the ledger's rows and the monitor's sample from one reading of a GPU. Pure.
+"""Builds the ledger's rows and the monitor's sample from one reading of a GPU; no I/O.
 
-A framework that does not report its held bytes (TensorFlow with growth) is counted with a lower bound. The framework's
-memory above the bound is part of `unaccounted`, and the note of that row names the framework. `unaccounted` is signed.
+A framework that does not report its held bytes (TensorFlow with growth) is counted with a lower bound. The row
+`unaccounted` includes the framework's memory above the bound, and its note names the framework. `unaccounted` may be
+negative.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ _UNKNOWN = (None, None)
 
 
 class Reading(NamedTuple):
-    """One GPU at one moment: the figures of NVML and of each framework, each read once. Sizes are bytes.
+    """One reading of a GPU: the figures of NVML and of each framework, each read once. Sizes are bytes.
 
     own       this process's memory by NVML; None if unknown
-    usages    by framework; None for a framework that holds nothing there
-    overhead  the charged overhead after this reading
-    moved     the figures changed during every attempt to read them
-    contexts  the owner of each non-primary context
-    lent      the memory that frameworks lend
-    uncounted allocations of live frameworks that may bypass their caps
+    usages    each framework's figures, by name; None for a framework that holds no memory on this GPU
+    overhead  the bytes attributed to contexts, modules and libraries, after this reading
+    moved     True if NVML's figures changed during every attempt to read them
+    contexts  for each non-primary CUDA context, the name of the library that created it
+    lent      by framework, its memory that other frameworks have views of
+    uncounted descriptions of allocations by which a framework may bypass its cap
     """
 
     device: Device
@@ -57,11 +58,11 @@ class Reading(NamedTuple):
 
 
 reading_of: Callable[[tuple[Any, ...]], Reading] = functools.partial(tuple.__new__, Reading)
-"""Builds a Reading from a tuple of all fields, like `usage_of`."""
+"""Builds a Reading from a tuple of all fields, in half the time of the constructor."""
 
 
 def sample_of_reading(reading: Reading, device_plan: DevicePlan) -> DeviceSample:
-    """The figures of a reading for the monitor, with the caps of `device_plan`."""
+    """Convert a reading to the monitor's sample, with the caps of `device_plan`."""
     device, memory, own, usages, overhead, _, _, _, _ = reading
     caps, known = device_plan.caps, 0
     frameworks: dict[str, FrameworkSample] = {}
@@ -86,10 +87,11 @@ def device_ledger(
     enforcements: Mapping[str, str] | None = None,
     refusals: Mapping[str, tuple[int, float | None]] | None = None,
 ) -> DeviceLedger:
-    """The rows of one GPU. `device_plan` has the GPU's caps and limit, `enforcements` the enforcement of each cap.
+    """The ledger of one GPU. `device_plan` has the GPU's caps and limit; `enforcements` has the text of the column
+    `cap is` for each framework.
 
-    `refusals`: the number and last time of each framework's refusals; a framework without refusal reports is missing.
-    The rows are made when they are first accessed, so none of the arguments may change afterwards.
+    `refusals`: for each framework whose allocator reports refused allocations, their number and the time of the last.
+    The rows are built on first access, so the caller must not change the arguments afterwards.
     """
     limit = device_plan.limit if device_plan is not None else None
     rows = functools.partial(_rows, reading, device_plan, enforcements, refusals)
@@ -118,7 +120,7 @@ def _rows(
         if usage is not None and usage.held is None:
             unreported.append(name)
     second = overhead.second_contexts if reading.contexts else 0
-    uncharged = memory.used is None and reading.own is None  # the process's memory beyond its arrays is unknown
+    uncharged = memory.used is None and reading.own is None  # without either figure no overhead was measured
     rows.append(Row("overhead", "overhead", None if uncharged else overhead.total - second))
     if reading.contexts:
         note = _context_note(reading.contexts, bool(second))
@@ -148,7 +150,7 @@ def _rows(
 
 
 def _unified(reading: Reading, counted: int, unreported: Sequence[str]) -> list[Row]:
-    """The last rows of a GPU with unified memory: they add up to this process."""
+    """The rows of a GPU with unified memory that follow frameworks and overhead."""
     memory, own = reading.memory, reading.own
     unaccounted = None if own is None else own - counted - reading.overhead.total
     note = "unknown: NVML does not name this process here"
@@ -193,7 +195,7 @@ def _framework_row(
     if loan is not None:
         notes.append(str(loan))
     note, lent = "; ".join(notes), None if loan is None else loan.bytes
-    # Positional arguments take half the time, and each reading makes a Row for each framework.
+    # Positional arguments take half the time of keyword arguments. Each reading builds a row for each framework.
     return Row(
         "framework",
         name,
@@ -213,7 +215,7 @@ def _framework_row(
 
 
 def _context_note(owners: Sequence[str], charged: bool) -> str:
-    """The note on non-primary contexts: their owners, their size, and how to avoid them."""
+    """The note on non-primary contexts: the libraries that created them, their size, and how to avoid them."""
     many = f"{len(owners)} contexts, " if len(owners) > 1 else ""
     names = [name if name != "unknown" else "something unknown" for name in dict.fromkeys(owners)]
     where = "" if charged else "; its cost is in unaccounted"

@@ -1,8 +1,11 @@
-"""The ledger: each GPU's memory by holder, in rows that add up to the driver's total; and its tables. Pure.
+"""The ledger's data types, and its tables for terminals and notebooks; no I/O.
+
+A ledger lists each GPU's memory by holder. Its rows add up to the total that the driver reports:
 
 frameworks + overhead + unaccounted + other processes + driver reserve + free = total, to the byte
 
-NVML has no figures of a GPU with unified memory (`Device.unified`); there the first three add up to this process:
+NVML reports no used or free bytes for a GPU with unified memory (`Device.unified`). For such a GPU the first three rows
+add up to this process's bytes:
 
 frameworks + overhead + unaccounted = this process's bytes, to the byte
 """
@@ -26,17 +29,18 @@ COLUMNS = ("MiB", *NUMBERS, "cap is")
 LINE, AT_LEAST = "─", "≥ "
 _OWN = ("framework", "overhead", "unaccounted", "suspended")
 EXCHANGE = "exchange"
-"""The name of the row of memory that the exchange holds for other processes."""
+"""The name of the row for GPU memory that `memguard.exchange` keeps allocated for other processes."""
 
 
 @dataclass(frozen=True, init=False)
 class Row:
-    """One line of the ledger. Sizes are bytes, None if unknown. `bytes` is the amount that counts in the sum.
+    """One row of the ledger. Sizes are bytes, None if unknown. `bytes` is the amount that the sum adds.
 
-    kind: framework, overhead, unaccounted, suspended, other processes, driver reserve, free. `lent` is the part of a
-    framework's memory that consumers have views of, each byte once; None if nothing is lent. `refused` counts the
-    refusals of a framework of the budget on this GPU since the budget was applied, if its allocator reports them.
-    `last_refused` is the time of the last refusal (seconds, as `time.time()`); None if unknown, or for other rows.
+    kind: framework, overhead, unaccounted, suspended, other processes, driver reserve, free. `lent` is the number of a
+    framework's bytes that other frameworks have views of, each byte counted once; None if there is no such view.
+    `refused` counts the allocations that the framework's allocator refused on this GPU since the budget was applied;
+    None if the allocator does not report refusals. `last_refused` is the time of the last refusal (seconds, as of
+    `time.time()`); None if unknown. Both are None in rows of other kinds.
     """
 
     kind: str
@@ -71,7 +75,8 @@ class Row:
         refused: int | None = None,
         last_refused: float | None = None,
     ) -> None:
-        # One call, because a frozen dataclass sets each field in a call of its own, which takes three times as long.
+        # One update: the generated `__init__` of a frozen dataclass calls `object.__setattr__` for each field, which
+        # takes three times as long.
         vars(self).update(
             kind=kind, name=name, bytes=bytes, cap=cap, in_use=in_use, cached=cached, reclaimable=reclaimable,
             enforcement=enforcement, at_least=at_least, at_most=at_most, note=note, lent=lent, refused=refused,
@@ -81,7 +86,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Lent:
-    """One framework's lent memory on a GPU: `bytes` counts each byte once, `to` once for each consumer."""
+    """One framework's memory on a GPU that other frameworks have views of.
+
+    `bytes` counts each byte once. `to` has the bytes that each consumer views.
+    """
 
     bytes: int
     to: Mapping[str, int] = field(default_factory=dict)
@@ -93,14 +101,15 @@ class Lent:
 
 @dataclass(frozen=True)
 class DeviceLedger:
-    """One GPU's rows. `process`: this process's memory by NVML, None if unknown; `moved`: it changed while read.
+    """The ledger of one GPU. `process`: this process's memory by NVML, None if unknown. `moved`: the figures changed
+    while they were read, so the rows may be inconsistent.
 
-    `sum`: the sum of the rows, in bytes. The sum equals `device.total`. On a GPU with unified memory, which has no rows
-    `other processes`, `driver reserve` and `free`, the sum equals `process`, and is None if `process` is unknown.
+    `sum`: the sum of the rows, in bytes. It equals `device.total`. On a GPU with unified memory only the rows of this
+    process are added: `sum` equals `process`, and is None if `process` is unknown.
 
-    `suspended`: the process's bytes in host memory while it is off the GPU; None otherwise. The other rows then keep
-    their last figures, a row of kind `suspended` subtracts them, and `process` is 0. A suspended process cannot read
-    other processes' memory, so `sum` is None, unless another process reads the GPU.
+    `suspended`: the process's bytes in host memory while the process is suspended (off the GPU); None otherwise. The
+    other rows of a suspended process keep their last figures, a row of kind `suspended` subtracts them, and `process`
+    is 0. A suspended process cannot read the GPU's free memory: `sum` is None unless another process reads the GPU.
     """
 
     device: Device
@@ -114,13 +123,13 @@ class DeviceLedger:
     def later(
         cls, device: Device, rows: Callable[[], tuple[Row, ...]], process: int | None, limit: int | None, moved: bool
     ) -> DeviceLedger:
-        """A ledger that calls `rows` on first access. `rows` must always return the same rows."""
+        """A ledger that calls `rows` when its attribute `rows` is first read. `rows` must always return the same."""
         found = cls.__new__(cls)
         vars(found).update(device=device, process=process, limit=limit, moved=moved, suspended=None, _rows=rows)
         return found
 
     def __getattr__(self, name: str) -> Any:
-        """Make the rows on first access."""
+        """Call the function given to `later` on first access to `rows`."""
         make = vars(self).get("_rows") if name == "rows" else None
         if make is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
@@ -133,7 +142,7 @@ class DeviceLedger:
 
     @property
     def own_rows(self) -> tuple[Row, ...]:
-        """This process's rows: frameworks, overhead, unaccounted; and the row that subtracts them while suspended."""
+        """This process's rows: frameworks, overhead, unaccounted, and `suspended`, which subtracts the others."""
         return tuple(row for row in self.rows if row.kind in _OWN)
 
     @property
@@ -145,7 +154,7 @@ class DeviceLedger:
         return None if self.process is None else sum(row.bytes or 0 for row in self.own_rows)
 
     def row(self, name: str) -> Row:
-        """The row of that name. Raises KeyError if there is none."""
+        """The row named `name`. Raises KeyError for an unknown name."""
         for row in self.rows:
             if row.name == name:
                 return row
@@ -154,7 +163,7 @@ class DeviceLedger:
 
 @dataclass(frozen=True)
 class Ledger:
-    """One reading of every GPU of the budget. `print` it, or use `as_dict()` / `to_json()`."""
+    """The ledgers of all GPUs of the budget, from one reading. `print` it, or use `as_dict()` / `to_json()`."""
 
     time: float
     devices: tuple[DeviceLedger, ...]
@@ -162,7 +171,7 @@ class Ledger:
     notes: tuple[str, ...] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data; sizes in bytes, unknown as null. The keys are stable within `memguard_ledger` 1."""
+        """The ledger as JSON types; sizes in bytes, unknown sizes as null. Format version 1 never renames a key."""
         return {
             "memguard_ledger": 1,
             "time": datetime.fromtimestamp(self.time, UTC).isoformat(),
@@ -209,7 +218,8 @@ class Ledger:
         from rich.console import Console
 
         out = StringIO()
-        # Without it rich displays output at once in a notebook, and in italics if FORCE_COLOR is set, as Jupyter does.
+        # By default rich displays the output itself in a notebook, and writes terminal codes if FORCE_COLOR is set.
+        # Jupyter sets FORCE_COLOR.
         plain = Console(
             file=out, width=80, highlight=False, markup=False, no_color=True, force_jupyter=False, force_terminal=False
         )
@@ -224,12 +234,12 @@ class Ledger:
         printer.text(str(self))
 
 
-# Tables: by rich for terminals and text, and in HTML for notebooks. The HTML is made here because rich exports
-# preformatted text of one width, whose cells cannot be selected in a notebook.
+# Tables: rich renders them for terminals and as text. The HTML for notebooks is written here, because rich exports
+# preformatted text of a fixed width, whose cells cannot be selected in a notebook.
 
 
 def rich_ledger(ledger: Ledger, *, ascii_only: bool = False) -> RenderableType:
-    """One table for each GPU, sizes in MiB, and the notes below them. `ascii_only`: use ASCII characters alone."""
+    """A table for each GPU, with sizes in MiB, and notes below the tables. `ascii_only`: use only ASCII characters."""
     from rich.console import Group
     from rich.text import Text
 
@@ -238,7 +248,7 @@ def rich_ledger(ledger: Ledger, *, ascii_only: bool = False) -> RenderableType:
 
 
 def html_ledger(ledger: Ledger) -> str:
-    """`rich_ledger` in HTML."""
+    """The tables and notes of `rich_ledger`, in HTML."""
     tables = [_html_table(gpu, ledger.simulated) for gpu in ledger.devices]
     return "\n".join([*tables, *(f"<div>note: {html(note)}</div>" for note in ledger.notes)])
 
@@ -290,7 +300,7 @@ def _notes(gpu: DeviceLedger) -> list[str]:
 
 
 def _note(row: Row) -> str:
-    """The row's note, with the framework's number of refusals."""
+    """The row's note, followed by the number and time of the framework's refusals."""
     notes = [row.note] if row.note else []
     if row.refused and row.last_refused is not None:
         times = "once" if row.refused == 1 else f"{row.refused:,} times, the last time"
@@ -325,5 +335,5 @@ def _cells(row: Row) -> list[str]:
 
 
 def _mib(size: int | None) -> str:
-    """A size in MiB, without unit: the whole table has one unit, so that sizes can be compared."""
+    """A size in MiB, without the unit, which the table's header names."""
     return "unknown" if size is None else f"{size / MIB:,.1f}"

@@ -1,6 +1,6 @@
-"""Callback registrations of `memguard.on_event` and `memguard.on_sample`, and the delivery of samples.
+"""Callback registrations of `memguard.on_event` and `memguard.on_sample`, and the calls of `on_sample` callbacks.
 
-Imported when the first callback is registered.
+memguard imports this module when the first callback is registered.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from memguard._devices import suspension
 
 
 class Watch:
-    """The registration of a callback for events or samples, until `remove` or the end of its `with` block."""
+    """A registered callback for events or samples. `remove` or the end of a `with` block unregisters it."""
 
     def __init__(self, callback: Callable[[Any], object], registered: list[Watch]) -> None:
         self.callback = callback
@@ -25,7 +25,7 @@ class Watch:
         self._failed = False
 
     def remove(self) -> None:
-        """Unregister the callback. May be called again, on any thread, and by the callback itself."""
+        """Unregister the callback. Any thread may call this, also repeatedly, and the callback itself may."""
         for position, one in enumerate(self._registered):
             if one is self:
                 del self._registered[position]
@@ -40,16 +40,17 @@ class Watch:
         self.remove()
 
     def failed(self, by: str, error: BaseException) -> None:
-        """Log the callback's error, once for each registration. Keeps no reference to the error."""
+        """Log the callback's error, once for each registration. `by` names the public function for the log message."""
         if not self._failed:
             self._failed = True
             _log.warning("%s: %s failed (logged once): %s", by, name_of(self.callback), text_of(error))
 
 
 def give(watches: list[Watch], sample: Sample, active: Callable[[], bool]) -> None:
-    """Call every registered callback with the sample, on the monitor's thread.
+    """Call the callbacks in `watches` with the sample, on the monitor's thread.
 
-    Stops after a callback that ends the budget, suspends the process, or forks (in the child).
+    `active` returns True while the budget is in effect. Skips the remaining callbacks if one of them ended the
+    budget or suspended the process, and in a child process that a callback forked.
     """
     pid = os.getpid()
     for watch in [*watches]:
@@ -57,12 +58,12 @@ def give(watches: list[Watch], sample: Sample, active: Callable[[], bool]) -> No
             return
         try:
             watch.callback(sample)
-        except BaseException as error:  # SystemExit would end the monitor's thread silently
+        except BaseException as error:  # SystemExit would end the monitor's thread without a message
             watch.failed("memguard.on_sample", error)
 
 
 def name_of(callback: object) -> str:
-    """The callback's name, and its file and line if known."""
+    """The callback's qualified name, followed by file and line if known."""
     try:
         code = getattr(callback, "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""

@@ -1,7 +1,7 @@
-"""Extensions: features that a section of the budget adds to its session, such as leases, metrics or suspension.
+"""Extensions: optional features of a budget's session, each configured by one section of the budget file.
 
-`api.EXTENSIONS` lists them. A session knows only the class `Extension`. `load` imports only the extensions that the
-budget enables.
+Examples are leases, metrics and suspension. `memguard.api.EXTENSIONS` lists all extensions. `load` imports only those
+that the budget enables. A session calls them only through the base class `Extension`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], object]
 OnPoll = Callable[[list[Any]], object]
-"""A callback for a budget that waits for its lease: each poll passes it the leases that all processes of the machine
-claim."""
+"""A callback that is called at each poll while a budget waits for its lease, with the leases that all processes of the
+machine have claimed."""
 
 
 class BudgetLease(Protocol):
-    """The lease of a budget among the processes of this machine. It is released after all caps of the budget."""
+    """A claim of GPU memory, registered on this machine so that no other process with memguard claims that memory.
+
+    At the end of the budget the lease is released after all allocator caps.
+    """
 
     held: bool
     kept: bool
-    """True if the next budget takes over this lease."""
+    """True while a replacing budget takes over this lease: the end of the replaced budget must not release it."""
 
     def take(
         self,
@@ -38,7 +41,10 @@ class BudgetLease(Protocol):
         unwanted: Callable[[], bool] | None = ...,
         look: OnPoll | None = ...,
     ) -> bool:
-        """Claim the lease, waiting up to `wait` seconds. Returns whether it had to wait."""
+        """Claim the lease, waiting for at most `wait` seconds. Returns True if it waited.
+
+        `say` logs a sentence, `unwanted` returns True to end the wait, `look` is called at each poll.
+        """
 
     def close(self) -> None:
         """Release the lease. A second call does nothing."""
@@ -49,82 +55,84 @@ class SessionContext(Protocol):
 
     guard: Guard
     monitor: Monitor | None
-    """Set from `start` on, if the budget has a monitor."""
+    """None before `start`, and if the budget has no monitor."""
     undo: Undo
-    """Undo steps that run at the budget's end, while its caps still hold."""
+    """Undo steps that run at the end of the budget, before its allocator caps are removed."""
     lease: BudgetLease | None
 
     @property
     def active(self) -> bool:
-        """Whether the budget is in effect in this process."""
+        """True if the budget is in effect in this process."""
 
     @property
     def writer(self) -> Writer | None:
         """The timeline's writer, if the budget has a timeline."""
 
     def set_lease(self, lease: BudgetLease) -> None:
-        """Set the budget's lease, and release it after all caps."""
+        """Set the budget's lease. At the end of the budget the lease is released after all caps are removed."""
 
     def write_to(self, writer: Writer) -> None:
-        """Set the timeline of samples, events and refusals."""
+        """Set the writer of samples, events and refused requests. `begin_timeline` later creates the file."""
 
     def begin_timeline(self, writer: Writer) -> None:
-        """Begin to write the timeline."""
+        """Create the timeline file, and add undo steps that close the file."""
 
     def announce(self, event: Event) -> None:
-        """Write the event to the timeline and pass it to the `on_event` callbacks. Any thread."""
+        """Write the event to the timeline and pass it to the `on_event` callbacks. Any thread may call this."""
 
     def wake(self) -> None:
-        """Make the next checkpoint call `Extension.checkpoint`. Any thread."""
+        """Make the next `memguard.checkpoint` call `Extension.checkpoint`. Any thread may call this."""
 
 
 class Extension:
-    """Implements one section of a budget file for one session, from the session's preparation to its end. By default a
-    method does nothing.
+    """Base class of the feature that one section of a budget file configures. By default every method does nothing.
 
-    No method is called at the session's end. Instead `start` adds an undo step to `session.undo` before each change, so
-    that an interrupted `start` is undone too.
+    The methods are called from `prepare` until the session ends. No method is called when the session ends. Instead
+    `start` adds an undo step to `session.undo` before each change, so that an interrupted `start` is also undone.
     """
 
     before_monitor: ClassVar[bool] = False
-    """Whether the extension starts before the monitor, to receive the first event. Otherwise it starts last."""
+    """True to start the extension before the monitor, so that it receives the first event."""
 
     def prepare(self, session: SessionContext, before: SessionContext | None) -> None:
-        """Raise an error to reject the budget. Nothing is applied yet, and the budget `before` is still in effect."""
+        """Raise an error to reject the budget. Called before anything is applied. The session `before` is the one in
+        effect, or None."""
 
     def while_waiting(self, session: SessionContext, say: Say) -> OnPoll | None:
-        """A function to call at each poll while the budget waits for its lease, or None."""
+        """Return a function to call at each poll while the budget waits for its lease, or None."""
 
     def start(self, session: SessionContext) -> None:
-        """Called once the caps are applied. An error ends the budget."""
+        """Called after the caps are applied. An exception ends the budget."""
 
     def tick(self, reading: Sample) -> None:
-        """Called after each sample, on the monitor's thread; not while suspended. A failed reading has no devices."""
+        """Called after each sample, on the monitor's thread; not while suspended. After a failed reading, `reading`
+        has no devices."""
 
     def finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
-        """Called when a workload has ended after `seconds`. `failed`: the class name of its error."""
+        """Called after a workload that took `seconds`. `failed`: the class name of its exception, or None."""
 
     def checkpoint(self) -> None:
-        """Called after `session.wake()`, on a thread of the program. The extension may trim and wait there."""
+        """Called by the first `memguard.checkpoint` after `session.wake()`, on a thread of the program. May trim and
+        wait."""
 
     @property
     def waiting(self) -> bool:
-        """Whether the next `checkpoint` has work to do."""
+        """True if an interrupted `checkpoint` has work left for the next call."""
         return False
 
     def forked(self) -> None:
         """Reset in a forked child: threads of the parent do not exist there, and inherited locks may be held."""
 
     def at_exit(self) -> None:
-        """Called at a program's end without `shutdown`, after the monitor has stopped. Not called in a forked child."""
+        """Called after the monitor has stopped if the program ends without `memguard.shutdown`. Not called in a forked
+        child."""
 
 
 def load(budget: Budget, table: Mapping[str, str]) -> tuple[Extension, ...]:
-    """The extensions that the budget enables, in the table's order. Imports no other extension.
+    """Import and create the extensions that the budget enables, in the order of `table`.
 
-    A key of the table is a section or key of the budget that must be set and not false (`metrics`,
-    `suspend.when_idle`), or a key with its required value (`device.on_wait: suspend-idle`). A value is
-    `module:factory`.
+    A key of `table` is either the path of a setting that must be set and not false (`metrics`, `suspend.when_idle`), or
+    a path with the required value (`device.on_wait: suspend-idle`). A value of `table` is `module:factory`.
     """
     made = []
     for key, place in table.items():

@@ -1,5 +1,7 @@
-"""Leak detection between repetitions of a workload, from the bytes in use after each and the bytes that each adds.
-Pure."""
+"""Detects leaks over the repetitions of a workload, from the bytes in use after each repetition; no I/O.
+
+A workload is a named block of the program; `memguard.workload` measures it each time it runs (a repetition).
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from itertools import combinations, pairwise
 from memguard._base.types import WorkloadReport
 
 _REPETITIONS = 100
-"""Repetitions of one workload that are kept and compared."""
+"""The most repetitions of one workload that are stored and compared."""
 _NAMES = 256
-"""Workloads that are kept, by name and framework."""
+"""The most workloads that are stored. A workload is identified by its name and its framework."""
 
 
 class Workloads:
-    """The repetitions of every workload of a budget. A leak is reported once for each workload."""
+    """The stored repetitions of every workload of a budget. A leak is reported once for each workload."""
 
     def __init__(self) -> None:
         self._ends: dict[tuple[str, str], _Ends] = {}
@@ -27,19 +29,19 @@ class Workloads:
         return len(self._ends)
 
     def leaked(self, report: WorkloadReport) -> int | None:
-        """The bytes that each repetition leaks, if this repetition makes a leak likely; None otherwise."""
+        """Add a repetition. Returns the bytes that each repetition leaks if a leak has become likely, else None."""
         if report.delta is None or report.after is None:
             return None
         key = report.name, report.framework
         ends = self._ends.pop(key, None) or _Ends()
-        self._ends[key] = ends  # move to the end: the least recently used is dropped first
+        self._ends[key] = ends  # at the end: the least recently used workload is dropped first
         while len(self._ends) > _NAMES:
             self._ends.pop(next(iter(self._ends)))
         return ends.another(report.after, report.delta)
 
 
 class _Ends:
-    """The repetitions of one workload."""
+    """The stored repetitions of one workload: the bytes in use after each, and the running sum of added bytes."""
 
     def __init__(self) -> None:
         self._after: deque[int] = deque(maxlen=_REPETITIONS)
@@ -48,11 +50,14 @@ class _Ends:
         self._suspected = False
 
     def another(self, after: int, delta: int) -> int | None:
-        """Add a repetition. A leak must show in the bytes in use after it and in the sum of the bytes it adds."""
+        """Add a repetition that adds `delta` bytes and ends with `after` bytes in use.
+
+        Returns the leaked bytes per repetition if both series show a leak, else None.
+        """
         self._count += 1
         self._after.append(after)
         self._left.append((self._left[-1] if self._left else 0) + delta)
-        if self._suspected or (self._count > 20 and self._count % 10):  # 100 repetitions take 0.5 ms
+        if self._suspected or (self._count > 20 and self._count % 10):  # a test takes 0.5 ms: later test every tenth
             return None
         both = [list(self._after), list(self._left)]
         if not all(_rises(_kept(series)) for series in both):
@@ -65,10 +70,10 @@ class _Ends:
 def leak(afters: Sequence[int]) -> int | None:
     """The bytes that each repetition of a workload leaks, from the bytes in use after each; None for no leak.
 
-    The first repetition is warm-up and does not count. The last hundred of the others count. With 4 to 11 of them, each
-    value must exceed the previous value and lie near a straight line; the fewer the values, the nearer. With 12 or
-    more, a Mann-Kendall test must show a trend. The slope of the second half must be at least half of the whole slope,
-    because a cache that fills is no leak.
+    The first repetition is warm-up and is ignored, as are all but the last hundred. With 4 to 11 values, each value
+    must exceed the previous value, and the values must be near a straight line; the fewer the values, the smaller the
+    tolerance. With 12 or more values, a Mann-Kendall test must show a trend. The slope of the second half must be at
+    least half of the slope of all values: the growth of a cache that fills up slows down.
     """
     kept = _kept(afters)
     count = len(kept)
@@ -89,16 +94,17 @@ def _kept(afters: Sequence[int]) -> Sequence[int]:
 
 
 def _rises(kept: Sequence[int]) -> bool:
-    """True if enough pairs rise. This cheap test comes before the slopes of all pairs, which take a millisecond."""
+    """True if enough pairs of values rise. Called first because it is cheap: `_theil_sen` takes a millisecond."""
     count = len(kept)
     if count < 12:
         return count >= 4 and all(a < b for a, b in pairwise(kept))
-    pairs = count * (count - 1) // 2  # Mann-Kendall: the score's variance for a random order
+    # The Mann-Kendall test: the square root is the score's standard deviation if the order is random.
+    pairs = count * (count - 1) // 2
     return _score(kept) >= 4.5 * math.sqrt(pairs * (2 * count + 5) / 9)
 
 
 def _score(values: Sequence[int]) -> int:
-    """The number of rising pairs less the number of falling pairs."""
+    """The number of rising pairs of values less the number of falling pairs."""
     score = 0
     before: list[int] = []
     for value in values:

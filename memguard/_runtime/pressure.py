@@ -1,16 +1,18 @@
-"""Evaluates samples: pressure levels of frameworks and process, forecasts of a reached cap or limit, and leaks.
+"""Computes memory pressure, forecasts and leaks from the monitor's samples.
 
-Pure: no clock, thread, environment or GPU; times come from the samples. `decide` is a function of the settings, a
-sample and the previous state. A level rises as soon as its threshold is reached, and falls only below the threshold
-less the hysteresis.
+The pressure level of a framework compares the memory that it needs with its allocator cap; the level of the process
+compares its memory with the budget's limit. A forecast predicts when the cap or limit is reached. `decide` is a pure
+function of the settings, a sample and the previous state; times come from the samples. A level rises when a threshold
+is reached, and falls below the threshold less the hysteresis.
 
 A forecast needs a steady rise over at least 3 s and 6 windows of half a second, above all levels of the previous five
-minutes, with three quarters of the cap in use. Below three quarters the rise may be a model being loaded, or the first
-batch. So a leak is announced when three quarters of the cap are in use, at the earliest. A leak that is small compared
-with a workload's swings over several seconds is detected late; `leaks` detects it between repetitions.
+minutes, to more than three quarters of the cap. Below three quarters the rise may be the loading of a model, or the
+first batch. So the forecast of a leak comes when three quarters of the cap are in use, at the earliest. If the memory
+in use varies over several seconds by much more than a leak adds, the forecast comes late. The module `leaks` detects
+slow leaks from repetitions of a workload.
 
-Unaccounted memory has no cap, and no framework can trim it. So its steady rise is reported as a leak at any level:
-after 3 s if it is fast, after some minutes if it is slow.
+Unaccounted memory (this process's memory outside frameworks and known overhead) has no cap and cannot be trimmed. So
+its steady rise is reported as a leak at any level: after 3 s if it is fast, after some minutes if it is slow.
 """
 
 from __future__ import annotations
@@ -30,34 +32,34 @@ if TYPE_CHECKING:
     from memguard._budget import MonitorConfig
 
 BLOCK = 0.5
-"""Length of a window (`_Block`) in seconds. The slope uses the lowest level of each window, so that memory allocated
-and freed within one window adds no slope."""
+"""Length of a window (`_Block`) in seconds. The slope is computed from the lowest level of each window, so that memory
+which is allocated and freed within one window does not affect it."""
 BLOCKS = 20
-"""Number of windows kept: ten seconds, or more if the sampling interval is longer than a window."""
+"""The most windows stored: ten seconds, or more if the sampling interval is longer than a window."""
 EVIDENCE = 3.0, 6
-"""The least duration of a rise, in seconds and in windows."""
+"""The least duration of a steady rise, in seconds and in windows."""
 RISING = 6 / 7, 3 / 4
-"""The least share of rising pairs of windows in a steady rise, with fewer than ten windows and with more. It excludes
-chance and a single step, and tolerates noise."""
+"""In a steady rise, the least fraction of the pairs of windows that rise: for fewer than ten windows, and for more. It
+excludes chance and a single step, and tolerates noise."""
 FLOOR = 0.755
-"""The least share of a cap in use for a forecast."""
+"""The least fraction of a cap in use for a forecast."""
 MEMORY = 300.0
-"""Seconds for which peak levels are kept, in ten parts."""
+"""Seconds for which peak levels are stored: one peak for each tenth of that time."""
 AGAIN = 60.0
-"""Seconds until the same warning may be repeated, and until a rise without a new peak counts as over."""
+"""Seconds before the same warning may be repeated, and seconds without a new peak after which a rise has ended."""
 LEAKED = 32 * MIB
 """The least rise of unaccounted memory for a leak, in bytes."""
 STEPS = 4
-"""A leak needs a rise in at least this many windows."""
+"""A fast leak rises from one window to the next at least this many times."""
 UNACCOUNTED = "unaccounted"
-"""The key of unaccounted memory, in place of a framework's name."""
+"""The key of unaccounted memory, used like the name of a framework."""
 
 
 class Bounds(NamedTuple):
-    """The bounds of elastic caps on one GPU, in bytes.
+    """The bounds of elastic caps (caps that memguard moves between a min and a max) on one GPU, in bytes.
 
-    `room` is limit − reserve. `least` is the min of each elastic framework and the cap of each other framework. `most`
-    is the max of each elastic framework.
+    `room` is limit − reserve, the memory for all frameworks. `least` is the min of each elastic framework
+    and the cap of each other framework. `most` is the max of each elastic framework.
     """
 
     room: int
@@ -73,8 +75,10 @@ def _bounds(part: DevicePlan) -> Bounds:
 class Settings(NamedTuple):
     """The monitor's settings. `interval` and `forecast` are seconds, the other numbers fractions.
 
-    `hysteresis` is a fraction of the cap or limit, `cpu` of one core. `forecast` 0 turns forecasts off. `names`: the
-    GPU's name in texts, by UUID. Texts omit an empty name, and use the UUID for a GPU without an entry.
+    `warn`, `critical` and `hysteresis` are fractions of the cap or limit, `cpu` of one core. `forecast` is the longest
+    time to the cap for which a forecast is made; 0 turns forecasts off. `names` has the GPUs' names in messages, by
+    UUID. Messages omit an empty name, and use the UUID of a GPU without a name. `bounds` has the GPUs with elastic
+    caps, by UUID.
     """
 
     interval: float = 0.5
@@ -95,7 +99,7 @@ class Settings(NamedTuple):
         devices: Sequence[Device] = (),
         parts: Sequence[DevicePlan] = (),
     ) -> Settings:
-        """The settings of a budget file, for these GPUs and their plans."""
+        """Build the settings from a budget's `monitor` and `on_pressure`, its GPUs and their plans."""
         return cls(
             interval=monitor.interval,
             warn=float(monitor.warn),
@@ -107,13 +111,14 @@ class Settings(NamedTuple):
         )
 
     def on(self, uuid: str | None) -> str:
-        """The clause that names a GPU at the end of a sentence, such as ` on cuda:0 (NVIDIA H200)`."""
+        """The end of a message that names the GPU, such as ` on cuda:0 (NVIDIA H200)`; empty for a single GPU."""
         name = self.names.get(uuid or "", uuid)
         return f" on {name}" if name else ""
 
 
 def _names(devices: Sequence[Device]) -> dict[str, str]:
-    """The GPUs' names in texts: CUDA's ordinal, or NVML's index if the ordinal was not read. Empty for a single GPU."""
+    """The GPUs' names in messages, with CUDA's ordinal, or NVML's index if the ordinal is unknown. A single GPU has
+    an empty name."""
     if len(devices) == 1:
         return {devices[0].uuid: ""}
     numbers = {d.uuid: f"GPU {d.index}" if d.ordinal is None else f"cuda:{d.ordinal}" for d in devices}
@@ -121,15 +126,17 @@ def _names(devices: Sequence[Device]) -> dict[str, str]:
 
 
 class Action(NamedTuple):
-    """An action for the session. `kind`: log (level info), warn (level warning), callback (once for each event). Also
-    trim and raise, if `on_pressure` contains them: both at the next checkpoint, never asynchronously."""
+    """An action that the session carries out. `kind` is log (at level info), warn (log at level warning), or callback
+    (call the `on_event` callbacks). Kinds trim and raise occur if the budget's `on_pressure` lists them; the session
+    carries them out at the next `memguard.checkpoint`.
+    """
 
     kind: str
     event: Event
 
 
 class _Block(NamedTuple):
-    """A window of `BLOCK` seconds: its lowest and highest level in bytes, and the time of the lowest."""
+    """A window of `BLOCK` seconds: its lowest and highest level in bytes, and the time of the lowest level."""
 
     number: int
     time: float
@@ -138,13 +145,13 @@ class _Block(NamedTuple):
 
 
 class _Track(NamedTuple):
-    """The state of one framework on one GPU, of the process on one GPU, or of the unaccounted memory there."""
+    """The state between samples of one framework, the process or the unaccounted memory on one GPU."""
 
     level: Pressure = Pressure.OK
     blocks: tuple[_Block, ...] = ()
-    peaks: tuple[tuple[int, int], ...] = ()  # before the windows: (number of the half minute, peak level)
-    announced: int | None = None  # the highest level so far of the announced rise
-    rose: float = 0.0  # the time of that level
+    peaks: tuple[tuple[int, int], ...] = ()  # older than `blocks`: (number of the half minute, peak level)
+    announced: int | None = None  # the highest level of a reported rise; None without a reported rise
+    rose: float = 0.0  # the time of the level `announced`
     warned: tuple[tuple[Pressure, float], ...] = ()
 
 
@@ -153,27 +160,27 @@ _NONE: Mapping[str, FrameworkSample] = MappingProxyType({})
 
 
 class _Level(NamedTuple):
-    """The needed bytes and their bound `top`. `base` is the part of both figures that no trim can return. `others`: the
-    clause that names the holder of the missing memory, if the holder is not this process.
+    """The bytes `used` that no trim can return, and the cap or limit `top`. Both include `base`, this process's
+    overhead. `others`: the clause of a message that names other holders of memory within the limit, or empty.
     """
 
     used: int
     top: int
     base: int
     others: str = ""
-    rises: bool = False  # `top` is the highest possible value of an elastic cap
+    rises: bool = False  # `top` is the highest value to which an elastic cap can be raised now
 
 
 @dataclass(frozen=True)
 class PressureState:
-    """The state of `decide` between samples. Opaque except for `level`."""
+    """The state of `decide` between samples. Other modules read only `level`."""
 
     _tracks: Mapping[tuple[str | None, str | None], _Track] = field(default_factory=dict)
     _block: int | None = field(default=None, compare=False)
     _devices: tuple[DeviceSample, ...] = field(default=(), compare=False)
 
     def level(self, uuid: str | None, framework: str | None = None) -> Pressure:
-        """The pressure level of a framework on one GPU, or of the process (None)."""
+        """The pressure level of a framework on one GPU, or of the process if `framework` is None."""
         track = self._tracks.get((uuid, framework))
         return track.level if track is not None else Pressure.OK
 
@@ -182,7 +189,8 @@ START = PressureState()
 
 
 def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[PressureState, list[Action]]:
-    """The state after a sample, and the actions. Every event has one log or warn action, and one callback action."""
+    """Process a sample. Returns the new state and the actions. Each event has one log or warn action, and one callback
+    action."""
     block = int(sample.time // BLOCK)
     if block == state._block and sample.devices == state._devices:
         return state, []  # no figure has changed within this window
@@ -200,9 +208,9 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
                 and track.blocks
                 and track.announced is None
                 and known.get(framework) == device.frameworks[framework]
-                and not level.rises  # `top` depends on the siblings too
+                and not level.rises  # `top` depends on the other frameworks too
             ):
-                tracks[key] = track  # unchanged figures within a window: unchanged state
+                tracks[key] = track  # the same figures in the same window do not change the state
                 continue
             track = _seen(track, sample.time, level.used)
             if track.level is not Pressure.OK or level.used >= settings.warn * level.top:
@@ -220,8 +228,8 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
 def needed(name: str, usage: FrameworkSample) -> int | None:
     """The bytes of a framework that a trim would not return to the driver; None if the framework reports no figures.
 
-    That is held less reclaimable; or in use, if held or reclaimable is unknown or the framework never returns idle
-    memory.
+    These are the held bytes less the reclaimable bytes. If either is unknown, or if the framework never returns idle
+    memory, they are the bytes in use.
     """
     held, in_use, reclaimable, _ = usage
     if held is not None and reclaimable is not None and (in_use is None or name not in NEVER_GIVE_BACK):
@@ -230,7 +238,7 @@ def needed(name: str, usage: FrameworkSample) -> int | None:
 
 
 def _levels(device: DeviceSample, bounds: Bounds | None = None) -> list[tuple[str | None, _Level]]:
-    """The level of each framework with a cap, and of the process (None) if it has a limit."""
+    """The `_Level` of each framework with a cap, and of the process (key None) if it has a limit."""
     needs = {name: needed(name, usage) for name, usage in device.frameworks.items()}
     tops = _tops(device, bounds, needs) if bounds is not None else _FIXED
     levels: list[tuple[str | None, _Level]] = []
@@ -245,7 +253,7 @@ def _levels(device: DeviceSample, bounds: Bounds | None = None) -> list[tuple[st
         need += part
         reclaimable += free or 0
         if taken is None:
-            silent = True  # `process` includes its idle memory, whose size is unknown
+            silent = True  # `process` includes idle memory of the framework, of unknown size
         else:
             idle += taken - part
             held += taken
@@ -257,10 +265,10 @@ def _levels(device: DeviceSample, bounds: Bounds | None = None) -> list[tuple[st
     used = need + device.overhead if silent or device.process is None else max(process - idle, 0)
     left = device.free + reclaimable
     squeezed = process + device.free < device.limit and device.limit - left > used
-    if squeezed:  # other processes or the driver hold a part of the limit
+    if squeezed:  # other processes or the driver hold memory within the limit
         used = device.limit - left
     others = "other processes hold the rest of the card"
-    if device.used is None:  # unified memory
+    if device.used is None:  # on unified memory
         others = "the machine's memory, which this GPU uses, is taken"
     process_level = _Level(used, device.limit, min(device.overhead, device.limit), others if squeezed else "")
     return [*levels, (None, process_level)]
@@ -270,7 +278,8 @@ _FIXED: Mapping[str, int] = MappingProxyType({})
 
 
 def _tops(device: DeviceSample, bounds: Bounds, needs: Mapping[str, int | None]) -> dict[str, int]:
-    """The highest possible value of each elastic cap, given the minima of the siblings and their need beyond these."""
+    """The highest value to which each elastic cap can be raised now: the other frameworks keep their minima and the
+    memory that they need above their minima."""
     taken = {}
     for name, least in bounds.least.items():
         usage = device.frameworks.get(name)
@@ -285,8 +294,8 @@ def _tops(device: DeviceSample, bounds: Bounds, needs: Mapping[str, int | None])
 
 
 def _seen(track: _Track, time: float, used: int) -> _Track:
-    """Add a sample to the windows."""
-    level, blocks, peaks, announced, rose, warned = track  # `_replace` takes four times as long
+    """Add a level of `used` bytes to the windows."""
+    level, blocks, peaks, announced, rose, warned = track  # unpacked, because `_replace` takes four times as long
     number = int(time // BLOCK)
     if not blocks:
         return _Track(level, (_Block(number, time, used, used),), peaks, announced, rose, warned)
@@ -301,13 +310,13 @@ def _seen(track: _Track, time: float, used: int) -> _Track:
             peaks = _remembered(peaks, blocks[0], time)
             blocks = blocks[1:]
         blocks = (*blocks, _Block(number, time, used, used))
-    else:  # the clock was set back: earlier windows are not comparable
+    else:  # the clock was set back: discard the windows
         return _Track(level, (_Block(number, time, used, used),))
     return _Track(level, blocks, peaks, announced, rose, warned)
 
 
 def _remembered(peaks: tuple[tuple[int, int], ...], block: _Block, now: float) -> tuple[tuple[int, int], ...]:
-    """Add the peak of a dropped window, and drop peaks older than `MEMORY`."""
+    """Add the highest level of `block`, which leaves the windows, and drop peaks older than `MEMORY`."""
     part = int(block.time // (MEMORY / 10))
     if peaks and peaks[-1][0] == part:
         if block.high <= peaks[-1][1]:
@@ -347,7 +356,7 @@ def _pressure(
 
 
 def _threshold(settings: Settings, threshold: float, reached: bool) -> float:
-    """The ratio at which a level begins; if the level is `reached`, the ratio at which it ends."""
+    """The ratio at which a pressure level begins, or, if the level is `reached`, below which it ends."""
     return max(threshold - settings.hysteresis, threshold / 2) if reached else threshold
 
 
@@ -391,7 +400,7 @@ def _forecast(
 
 
 def _leak(settings: Settings, now: float, uuid: str, unaccounted: int, track: _Track, actions: list[Action]) -> _Track:
-    """Report a leak of unaccounted memory once, and again each time the memory has doubled."""
+    """Report a leak of unaccounted memory once, and again each time the unaccounted memory has doubled."""
     if track.announced is not None:
         if unaccounted < track.announced // 2:
             return track._replace(announced=None)
@@ -410,11 +419,11 @@ def _leak(settings: Settings, now: float, uuid: str, unaccounted: int, track: _T
 
 
 def _speed(track: _Track) -> float | None:
-    """The bytes per second of a steady rise by at least `LEAKED`, over seconds or minutes. None without such a rise."""
+    """The bytes per second of a steady rise by at least `LEAKED` in the windows or in the stored peaks; or None."""
     if (climb := _climb(track)) is not None:
         steps = [b.low - a.low for a, b in pairwise(track.blocks)]
-        # Ignore the largest step, which may have another cause. Require `STEPS`: first uses of a few libraries are no
-        # leak.
+        # Ignore the largest step, which may have another cause. Require `STEPS` steps, because the first uses of a few
+        # libraries are no leak.
         if sum(steps) - max(steps) >= LEAKED and sum(step > 0 for step in steps) >= STEPS:
             return climb.slope
     peaks = [peak for _, peak in track.peaks]
@@ -425,14 +434,14 @@ def _speed(track: _Track) -> float | None:
 
 
 def _rise(level: _Level, track: _Track) -> tuple[float, float] | None:
-    """The bytes per second of a steady rise, and the seconds until it reaches `top`. None without a steady rise."""
+    """The bytes per second of a steady rise, and the seconds until the level reaches `top`; or None."""
     floor = level.top - (1 - FLOOR) * (level.top - level.base)
     climb = _climb(track) if track.blocks[-1].high > floor else None
     return (climb.slope, (level.top - climb.high) / climb.slope) if climb is not None else None
 
 
 class _Climb(NamedTuple):
-    """A steady rise above all earlier levels: bytes per second, and the highest level so far."""
+    """A steady rise above all earlier levels: its bytes per second, and the highest level."""
 
     slope: float
     high: int
@@ -453,26 +462,28 @@ def _climb(track: _Track) -> _Climb | None:
         return None
     for part in (blocks[first:], blocks[first // 2 :], blocks, _threes(blocks)):
         slope = _slope(part)
-        # A steady rise exceeds earlier levels by two seconds of its slope; a smaller rise is a batch like earlier ones.
+        # Require a rise above earlier peaks by the slope times 2 s: a smaller rise may be a batch like earlier batches.
         if slope > 0 and high > highest + 2 * slope:
             return _Climb(slope, high)
     return None
 
 
 def _beginning(blocks: Sequence[_Block]) -> int | None:
-    """The index of the first window of the shortest recent run of windows that satisfies `EVIDENCE`; None if there are
-    too few windows."""
+    """The index of the first window of the shortest sequence up to the last window that is long enough for `EVIDENCE`;
+    None if there is no such sequence."""
     last = range(len(blocks) - EVIDENCE[1], -1, -1)
     return next((n for n in last if blocks[-1].time - blocks[n].time >= EVIDENCE[0]), None)
 
 
 def _threes(blocks: Sequence[_Block]) -> list[_Block]:
-    """The lowest window of every three, so that memory allocated and freed within 1.5 s adds no slope."""
+    """Of every three half-second windows the one with the lowest level, so that memory which is allocated and freed
+    within 1.5 s does not affect the slope."""
     return [min(blocks[end - 3 : end], key=lambda block: block.low) for end in range(len(blocks), 2, -3)][::-1]
 
 
 def _slope(blocks: Sequence[_Block]) -> float:
-    """The Theil-Sen slope: the median over all pairs. 0 if too few pairs rise, or one step makes most of the rise."""
+    """The Theil-Sen slope: the median slope over all pairs of windows. 0 if too few pairs rise, or if a single
+    step is more than half of the rise."""
     if len(blocks) < EVIDENCE[1]:
         return 0.0
     if 2 * max(b.low - a.low for a, b in pairwise(blocks)) > blocks[-1].low - blocks[0].low:

@@ -1,10 +1,11 @@
-"""The state machine of this process's budget, and its transitions by `init`, `guard`, `shutdown`, `suspend` and fork.
+"""The states of this process's budget, and the transitions by `init`, `guard`, `shutdown`, `suspend` and fork.
 
     Empty ──init──▶ Starting ──▶ Active ──shutdown──▶ Empty
       └─ nothing is applied (MEMGUARD_DISABLE, no GPU) ─▶ Idle        Active ──suspend──▶ Suspended ──resume──▶ Active
     A fork changes Active and Starting to Forked in the child.
 
-`this` is the `Runtime` of this process. `memguard.api` sets its table of extensions and has the public functions.
+`this` is the `Runtime` of this process, which the public functions in `memguard.api` call. A `Session` runs one budget;
+its `Guard` applies the caps to the frameworks' allocators.
 """
 
 from __future__ import annotations
@@ -52,23 +53,23 @@ _DISABLED = f"no budget is active, and nothing caps this program: {workers.DISAB
 _STAND_IN = "h200"
 """The GPU that `missing_gpu="simulate"` simulates: the model on which memguard's figures were measured."""
 _FREED = 3.0
-"""Seconds to wait for the driver to free the GPU memory of an ended process, whose lease is released earlier."""
+"""After the lease of an ended process is free, the most seconds to wait until the driver has freed the memory."""
 _PATIENCE = 5.0
-"""Seconds that a call waits for an `init` on another thread."""
+"""The most seconds that a public call waits for an `init` on another thread."""
 
 
 class Empty:
-    """No budget. Calls that need a budget raise NotActive with `why`."""
+    """No budget is active: calls that need a budget raise NotActive with the reason `why`. Base class of the states."""
 
     session: Session | None = None
-    """The session of the budget that is in effect, is being applied, or is not completely undone."""
+    """The session of a budget that is in effect, is being applied, or is not completely undone; else None."""
     idle: IdleGuard | None = None
 
     def __init__(self, why: Advice = _NONE) -> None:
         self.why = why
 
     def guard(self) -> Guard:
-        """The guard that implements `ledger`, `require` and the other public calls. Raises NotActive."""
+        """The guard, which implements `ledger`, `require` and other public calls. Raises NotActive without a budget."""
         return self.need_session().guard
 
     def need_session(self) -> Session:
@@ -78,23 +79,24 @@ class Empty:
         return self.session
 
     def checkpoint(self) -> None:
-        """Implements `memguard.checkpoint`. Raises NotActive."""
+        """Implements `memguard.checkpoint`. Raises NotActive without a session."""
         self.need_session().checkpoint()
 
     def check(self, what: str) -> None:
-        """Raise Suspended if the budget cannot change now."""
+        """Raise Suspended if the process is suspended and its budget cannot change. `what` names the public call."""
 
     def without_session(self) -> Empty:
-        """The state after the end of the budget."""
+        """The state after the budget has ended."""
         return self
 
 
 class Forked(Empty):
-    """A forked child of a process with a budget."""
+    """This process was forked from a process with a budget, and has no budget itself."""
 
 
 class Idle(Empty):
-    """`init` applied nothing, and public calls do nothing: MEMGUARD_DISABLE, or `missing_gpu="warn"` without a GPU."""
+    """`init` applied no budget because of MEMGUARD_DISABLE or a missing GPU (`missing_gpu="warn"`). Public calls do
+    nothing."""
 
     def __init__(self, guard: IdleGuard, why: Advice) -> None:
         super().__init__(why)
@@ -108,9 +110,10 @@ class Idle(Empty):
 
 
 class Active(Empty):
-    """A budget is in effect, or an interruption left it partly undone: then the next `init` or `shutdown` continues.
+    """A budget is in effect, or an interruption left it partly undone. The next `init` or `shutdown` completes
+    the undo.
 
-    `otherwise` is the state after the end of the budget.
+    `otherwise` is the state after the budget has ended.
     """
 
     def __init__(self, session: Session, otherwise: Empty) -> None:
@@ -127,11 +130,12 @@ class Active(Empty):
 
 
 class Starting(Active):
-    """`init` is applying a budget. Calls on other threads wait for it."""
+    """`init` is applying a budget. Public calls on other threads wait for `init`."""
 
 
 class Suspended(Empty):
-    """The process is suspended. Its guard returns the last reading or raises Suspended; the budget stays."""
+    """The process is suspended; its budget stays in effect. The guard's methods return the last reading or raise
+    Suspended."""
 
     def __init__(self, inner: Empty) -> None:
         super().__init__(inner.why)
@@ -145,26 +149,26 @@ class Suspended(Empty):
 
 
 class Runtime:
-    """The budget of one process. Changes hold `lock`; readers of `state` take no lock."""
+    """The budget of one process. Methods that change `state` hold `lock`; reading `state` needs no lock."""
 
     def __init__(self) -> None:
         self.lock: InterruptSafeLock = ordered(InterruptSafeLock(), LockOrder.RUNTIME)
         self.extensions: Mapping[str, str] = {}
-        """The factories of extensions by section of the budget. See `extensions.load`."""
+        """The table of extensions, which `memguard.api` sets. See `extensions.load`."""
         self.simulated_by_default: Sequence[str] | None = None
-        """The GPUs of `memguard run --device`, which also apply to the program's own `init`."""
+        """The simulated GPUs of `memguard run --device`, which the program's own `init` uses too."""
         self.from_environment: Guard | None = None
-        """The guard that MEMGUARD_CONFIG applied. The program's own `init` replaces it without `replace=True`."""
+        """The guard of the budget in MEMGUARD_CONFIG. The program's `init` replaces it without `replace=True`."""
         self.claimed: list[BudgetLease] = []
-        """Leases that `init` claimed, or took over from the previous budget, until it has succeeded or failed."""
+        """While `init` runs: the leases that it has claimed or taken over from the previous budget."""
         self.applying = False
-        """Whether `init` is running."""
+        """True while `init` runs."""
         self.claiming = False
-        """Whether `init` is waiting for a lease. `shutdown` ends the wait."""
+        """True while `init` waits for a lease. `shutdown` ends the wait."""
         self._shutdown_requested = False
-        """Whether `shutdown` was called during `init`, by a signal handler or by another thread."""
+        """True if `shutdown` was called during `init`, by a signal handler or another thread."""
         self._environment: Any = sys.modules.get("_memguard_environment")
-        """The module that applies MEMGUARD_CONFIG, if that was set at Python's start."""
+        """The module that applies MEMGUARD_CONFIG; None if the variable was not set when Python started."""
         self._state = Empty()
 
     # the current state
@@ -175,7 +179,7 @@ class Runtime:
 
     @property
     def session(self) -> Session | None:
-        """The session of a budget in effect, or being applied or undone: see `session.active`."""
+        """The session of a budget that is in effect (`session.active`), being applied, or being undone; else None."""
         return self._state.session
 
     @property
@@ -185,7 +189,7 @@ class Runtime:
 
     @property
     def was_forked(self) -> bool:
-        """Whether this is a forked child without a budget of its own."""
+        """True in a forked child that has not applied a budget itself."""
         return self._state.why == _FORKED
 
     def state_for_call(self) -> Empty:
@@ -194,19 +198,19 @@ class Runtime:
         if type(state) is Active or type(state) is Idle:
             return state
         if self._environment is not None and state.session is None and workers.disabled(os.environ):
-            self._stay_idle(_DISABLED, os.environ.get("MEMGUARD_CONFIG", ""))  # only MEMGUARD_CONFIG can name a budget
+            self._stay_idle(_DISABLED, os.environ.get("MEMGUARD_CONFIG", ""))  # only this variable names a budget
             return self._state
         return self._awaited()
 
     def need_session(self) -> Session:
-        """The session of the budget in effect. Raises NotActive without one, also in the Idle state."""
+        """The session of the budget in effect. Raises NotActive without a budget, also in the Idle state."""
         state = self._state
         return (state if type(state) is Active else self._awaited()).need_session()
 
     def _awaited(self) -> Empty:
         if self._environment is not None:
             self._environment.activate()
-        if type(self._state) is Starting:  # bounded: that thread may wait for an import on this thread
+        if type(self._state) is Starting:  # bounded: `init` may itself wait for an import on this thread
             free(self.lock, _PATIENCE)
         state = self._state
         why = getattr(self._environment, "why", None)
@@ -217,7 +221,7 @@ class Runtime:
     def init(
         self, budget: BudgetLike, replace: bool, simulate: str | Sequence[str] | None, missing_gpu: MissingGpu
     ) -> tuple[Guard, Session | None]:
-        """Implements `memguard.init`. Returns the guard, and the session if this call began one."""
+        """Implements `memguard.init`. Returns the guard, and the session if this call began it, else None."""
         if missing_gpu not in get_args(MissingGpu):
             raise ValueError(f"missing_gpu is 'raise', 'warn' or 'simulate', found {missing_gpu!r}")
         if simulate is None and self.simulated_by_default is None and workers.disabled(os.environ):
@@ -238,7 +242,7 @@ class Runtime:
                     self._release_unused_leases()
             state = self._state
             if isinstance(state, Starting) and _same(state.session, loaded, simulate):
-                self._shutdown_requested = False  # this `init` revokes a `shutdown` before it
+                self._shutdown_requested = False  # this `init` cancels an earlier `shutdown`
                 return state.session.guard, None
             raise AlreadyActive(
                 "memguard.init is at work on this thread, and was called within that by a signal handler, a log "
@@ -249,7 +253,7 @@ class Runtime:
     def _apply(
         self, loaded: Budget, simulate: str | Sequence[str] | None, replace: bool, missing_gpu: MissingGpu
     ) -> tuple[Guard, Session | None]:
-        """`init`. Callers hold the lock."""
+        """Apply the budget, for `init`. Callers hold the lock."""
         self._shutdown_requested = False
         before = self._in_effect()
         if before is not None:
@@ -270,18 +274,18 @@ class Runtime:
         self.state.check("memguard.init")
         why = None
         try:
-            session = self._planned(loaded, simulate, before)  # first: a budget that does not fit must change nothing
+            session = self._planned(loaded, simulate, before)  # before any change, because the budget may not fit
         except DeviceError as error:
             if missing_gpu == "raise" or not error.missing:
                 raise
             why = str(error.advice.with_alternatives())
-        if why is not None:  # outside `except`: errors raised below get no context
+        if why is not None:  # outside `except`, so that errors raised below do not have `error` as context
             if missing_gpu == "warn":
                 idle = self._stay_idle(f"no budget is active, and nothing caps this program: {why}", loaded, loud=True)
                 return idle, None
             session = self._without_gpu(loaded, before, why)
         kept = before.lease if before is not None else None
-        if kept is not None:  # until the new budget is applied: if that fails, the previous one is applied again
+        if kept is not None:  # keep the lease: if the new budget fails, the previous one is applied again
             self.claimed.append(kept)
             kept.kept = True
         if before is not None:
@@ -296,7 +300,7 @@ class Runtime:
                 if before.guard is self.from_environment:
                     self.from_environment = again.guard if again is not None else None
             raise
-        if self.session is session:  # not in a child forked within `_start`
+        if self.session is session:  # False in a child that was forked within `_start`
             self._state = Active(session, Empty())
         self.from_environment = None
         if self._environment is not None:
@@ -304,7 +308,7 @@ class Runtime:
         return session.guard, session
 
     def _planned(self, budget: Budget, simulate: str | Sequence[str] | None, before: Session | None) -> Session:
-        """A session with the budget resolved against its GPUs, not yet applied. Claims its lease."""
+        """Create the session: plan the budget for its GPUs and claim its lease, without applying any cap."""
         host: Host | None = None
         try:
             host = open_host(simulate)
@@ -316,7 +320,7 @@ class Runtime:
             if host is not None:
                 host.close()
             if isinstance(error, DeviceError) and (simulate is None if host is None else not host.simulated):
-                # If `open_host` itself failed, its error already suggests simulated GPUs.
+                # If `open_host` failed (`host` is None), its error already suggests simulated GPUs.
                 more = [_WITHOUT] if host is not None else []
                 more += [_MISSING] if error.missing else []
                 raise DeviceError(error.advice.with_alternatives(*more), missing=error.missing) from None
@@ -324,7 +328,8 @@ class Runtime:
         return session
 
     def _claim(self, lease: BudgetLease, session: Session) -> None:
-        """Wait for the lease up to `device.wait`, holding the lock: `init` and `shutdown` on other threads wait too."""
+        """Claim the lease, waiting for at most `device.wait` seconds. Holds the lock meanwhile, so that `init` and
+        `shutdown` on other threads wait too."""
         self.claimed.append(lease)
         try:
             self.claiming = True
@@ -338,7 +343,7 @@ class Runtime:
             self.claiming = False
 
     def _release_unused_leases(self) -> None:
-        """Release the leases that `init` claimed or took over, except the lease of the budget in effect."""
+        """Release the leases in `claimed`, except the lease of the budget in effect."""
         active = self._state.session
         own = active.lease if active is not None and active.active else None
         for lease in [*self.claimed]:
@@ -349,8 +354,7 @@ class Runtime:
                 self.claimed.remove(lease)
 
     def _without_gpu(self, budget: Budget, before: Session | None, why: str) -> Session:
-        """A session with the budget on a simulated GPU in place of the missing real one. Prints once that the GPU is
-        simulated."""
+        """Create the session on a simulated GPU instead of the missing real one. Prints a warning on stderr."""
         session = self._planned(budget, _STAND_IN, before)
         session.simulated_stand_in = True
         import_hook.warned = True
@@ -362,18 +366,17 @@ class Runtime:
     def _start(self, session: Session) -> None:
         """Make the session current and start it. `_in_effect` undoes an interrupted start. Callers hold the lock."""
         try:
-            # Set before `start`: during it, an import on another thread may already call memguard.
+            # Set before `start`: while it runs, an import on another thread may call memguard.
             self._state = Starting(session, self._state.without_session())
             session.start()
         finally:
-            if self.session is session:  # not in a child forked within `start`
+            if self.session is session:  # False in a child that was forked within `start`
                 self._state = Active(session, self._state.without_session())
         if self._shutdown_requested:  # `shutdown` was called during `start`
             session.guard.stop()
 
     def _in_effect(self) -> Session | None:
-        """The session of the budget in effect. First completes the undo of an interrupted session. Callers hold the
-        lock."""
+        """The session of the budget in effect, or None. First completes an interrupted undo. Callers hold the lock."""
         if self.claimed and not self.applying:
             self._release_unused_leases()
         found = self._state.session
@@ -388,11 +391,11 @@ class Runtime:
             self._state = self._state.without_session()
 
     def _again(self, before: Guard, lease: BudgetLease | None) -> Session | None:
-        """Apply the previous budget again after its replacement failed. None if this fails too."""
+        """Apply the previous budget again after its replacement failed. Returns None if this fails too."""
         session: Session | None = None
         try:
             session = Session(Guard(before.budget, before.host), extensions.load(before.budget, self.extensions))
-            session.guard.plan = before.plan  # the previous budget, with its changes by `resize`
+            session.guard.plan = before.plan  # includes changes by `memguard.resize`
             if lease is not None:
                 session.set_lease(lease)
             self._start(session)
@@ -400,14 +403,14 @@ class Runtime:
             if session is not None:
                 session.guard.stop()
             self._in_effect()
-            # As text: a log handler that keeps records would keep the error, its causes and their frames alive.
+            # As text: a log handler that stores records would keep the error object, its causes and their frames alive.
             _log.warning("no budget is active any more: the one before could not be applied again: %s", str(error))
             return None
         return session
 
     # the Idle state
     def _stay_idle(self, why: str, budget: BudgetLike, *, loud: bool = False) -> Guard:
-        """Enter the Idle state, where public functions do nothing. A budget in effect stays."""
+        """Enter the Idle state, unless a budget is in effect. `loud` logs at level warning, not info."""
         state = self._state
         before, found = state.idle, state.session
         if found is not None and found.active:
@@ -431,7 +434,7 @@ class Runtime:
         return idle
 
     def _stay_passive(self) -> Guard:
-        """Apply nothing and access no GPU, in a multiprocessing worker that imports the script again."""
+        """Apply no budget and access no GPU. Called in a multiprocessing worker that imports the program's script."""
         state = self._state
         if state.session is not None and state.session.active:
             return state.session.guard
@@ -440,7 +443,7 @@ class Runtime:
         return workers.PassiveGuard()
 
     def _with(self, otherwise: Empty) -> Empty:
-        """The current state, with `otherwise` as the state after the end of the budget."""
+        """A copy of the state that changes to `otherwise` when its budget ends; without a budget, `otherwise`."""
         state = self._state
         return type(state)(state.session, otherwise) if isinstance(state, Active) else otherwise
 
@@ -448,7 +451,7 @@ class Runtime:
 
     def shutdown(self) -> list[str]:
         """Implements `memguard.shutdown`."""
-        if self.claiming:  # end the wait of an `init` on another thread, or of an interrupted one
+        if self.claiming:  # ends the wait of an `init` on another thread or in an outer call
             self._shutdown_requested = True
         with self.lock:
             if outlived(self.session):
@@ -457,16 +460,16 @@ class Runtime:
             if self.claimed and not self.applying:
                 self._release_unused_leases()
             if self.session is not None:
-                self.state.check("memguard.shutdown")  # the undo needs the GPUs
+                self.state.check("memguard.shutdown")  # the undo steps access the GPUs
             self._end_idling()
             if self._environment is not None:
                 self._environment.disarm()
-            self._shutdown_requested = True  # for an `init` that was interrupted by the signal handler that calls this
+            self._shutdown_requested = True  # for an `init` that this call, in a signal handler, interrupted
             found = self.session
-            # There is no budget, or a signal handler called this during `init`, which then stops the guard itself.
+            # In the state Starting, a signal handler called this during `init`, which stops the guard afterwards.
             if found is None or isinstance(self._state, Starting):
                 return []
-            stays = found.guard.stop()  # also continues an interrupted undo
+            stays = found.guard.stop()  # also completes an interrupted undo
             self._forget(found)
             return stays
 
@@ -478,10 +481,11 @@ class Runtime:
     def end_of(self, session: Session | None, idle: Guard | None, error: BaseException | None) -> None:
         """End the session or Idle state that a `with` block began, if it is still current.
 
-        A failure is logged if the block itself raised `error`, so that it does not replace that error.
+        `error` is the exception that the block raised, or None. With an `error`, a failure here is only logged, so that
+        it does not replace `error`.
         """
         if (session is None or self.session is not session) and (idle is None or idle is not self.idle):
-            return  # nothing to end, so no lock is needed
+            return  # nothing to end
         try:
             with self.lock:
                 if session is not None and self.session is session:
@@ -494,10 +498,10 @@ class Runtime:
             _log.warning("the budget of a block could not be ended: %s", str(failure))
 
     def forked(self) -> None:
-        """Reset a forked child: no budget, and a new lock: the parent's threads may have held the inherited one."""
+        """Reset in a forked child: no budget, and a new lock, because a parent's thread may have held the old lock."""
         self.lock, self.claiming, self.applying = ordered(InterruptSafeLock(), LockOrder.RUNTIME), False, False
         self.claimed.clear()
-        sample_callbacks.clear()  # drop them: callbacks may depend on threads of the parent
+        sample_callbacks.clear()  # callbacks may depend on threads of the parent
         before = self.session
         if before is None:
             return
@@ -512,7 +516,8 @@ class Runtime:
     # GPUs
 
     def _simulated_by_default(self) -> Sequence[str] | None:
-        """The GPUs of `memguard run --device`, else of MEMGUARD_SIMULATE. The latter are printed on stderr once."""
+        """The simulated GPUs of `memguard run --device`, else of MEMGUARD_SIMULATE; None without either. Prints GPUs of
+        MEMGUARD_SIMULATE on stderr once."""
         if self.simulated_by_default is not None:
             return self.simulated_by_default
         names = workers.simulated(os.environ)
@@ -523,7 +528,7 @@ class Runtime:
         try:
             for name in names:
                 catalog.models(name)
-        except DeviceError as error:  # an invalid name is reported before the names are printed
+        except DeviceError as error:  # raise for an invalid name before printing
             raise DeviceError(error.advice.within(workers.SIMULATE)) from None
         if not import_hook.warned:
             import_hook.warned = True
@@ -551,12 +556,12 @@ def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def simulated_names(host: Host) -> tuple[str, ...] | None:
-    """The `simulate` argument of this host; None for real GPUs."""
+    """The names of this host's simulated GPUs; None for real GPUs."""
     return getattr(host, "names", ()) if host.simulated else None
 
 
 def open_host(simulate: str | Sequence[str] | None) -> Host:
-    """Open the GPUs of this process, or simulated ones of these names. Raises DeviceError."""
+    """Open this process's GPUs, or simulated GPUs of the models that `simulate` names. Raises DeviceError."""
     names = _names(simulate)
     if names is not None:
         from memguard._devices.simulated import SimulatedHost

@@ -1,8 +1,8 @@
 """The monitor: a daemon thread that takes samples, evaluates them with `pressure` and carries out the actions.
 
-The module uses no GPU and no framework: the caller injects the functions and the clock. No error ends the thread: a
-failed sample is logged once and retried later, a failed callback is logged once. It keeps plain data only, and the text
-of an exception instead of the exception, because a traceback would keep the arrays of its frames alive.
+The module accesses no GPU and no framework: the caller passes functions for that, and a clock. No error ends the
+thread: a failed sample is logged once and retried later, a failed callback is logged once. The monitor stores the text
+of an exception, never the exception, because its traceback would keep the arrays of its frames alive.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from memguard._runtime import pressure
 from memguard._runtime.pressure import Action, Settings
 
 KEPT = 600
-"""Number of samples kept: five minutes at the default interval."""
+"""The most samples that the monitor stores: five minutes at the default interval."""
 SLOWEST_RETRY = 30.0
-"""The longest time in seconds between two attempts while samples fail; the interval, if that is longer."""
+"""The most seconds between two attempts while samples fail, unless the sampling interval is longer."""
 BURST = 10.0
-"""Seconds whose CPU share the monitor may save up for an expensive sample."""
+"""The unused CPU share of at most this many seconds is available for a later expensive sample."""
 _MOST = 60.0
-"""The most CPU seconds of one sample. A larger or negative value means that the program replaced the clock."""
+"""The most CPU seconds of a plausible sample. Larger or negative values, from a replaced clock, are ignored."""
 _BEGIN = 0.2
-"""Seconds that `stop` waits for a thread that may never begin, because its `start` was interrupted."""
+"""The most seconds that `stop` waits for the thread to begin if `Monitor.start` was interrupted."""
 _LOOK = 0.005
-"""Seconds between two polls of `wait_for_sample` for the end of the current sample."""
+"""Seconds between two polls in `wait_for_sample`."""
 JOIN = 2.0
-"""Seconds that `stop` waits for a sample that hangs in the driver. The thread ends by itself once the call returns."""
+"""The most seconds that `stop` waits for the thread, which ends only after a hanging driver call."""
 
 
 class Flag:
-    """A `threading.Event` that is safe in signal handlers. `Event.set` could deadlock there on the event's own lock."""
+    """Like `threading.Event`, but safe in signal handlers, where `Event.set` could deadlock on the event's own lock."""
 
     def __init__(self) -> None:
         self._lock, self._set = threading.Lock(), False
@@ -50,11 +50,11 @@ class Flag:
 
     def set(self) -> None:
         self._set = True
-        with contextlib.suppress(RuntimeError):  # already released
+        with contextlib.suppress(RuntimeError):  # another call of `set` has released the lock
             self._lock.release()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for at most `seconds` until set. Returns whether it is set. Only one thread may wait."""
+        """Wait for at most `seconds` until the flag is set. Returns True if it is set. Only one thread may wait."""
         if not self._set and self._lock.acquire(timeout=max(min(seconds, threading.TIMEOUT_MAX), 0)):
             self._lock.release()
         return self._set
@@ -64,13 +64,13 @@ class Clock(Protocol):
     """A source of time, in seconds."""
 
     def time(self) -> float:
-        """The time of day, as in `Sample.time`."""
+        """Seconds since the epoch, as of `time.time()`."""
 
     def cpu(self) -> float:
-        """The CPU time of the calling thread so far."""
+        """The CPU time that the calling thread has used."""
 
     def wait(self, stop: Flag, seconds: float) -> bool:
-        """Wait for `seconds`, or until `stop` is set. Returns whether it is set."""
+        """Wait for `seconds`, or until `stop` is set. Returns True if `stop` is set."""
 
 
 class SystemClock:
@@ -87,9 +87,10 @@ class SystemClock:
 
 
 class Monitor:
-    """`take` reads a sample, `act` carries out an action of `pressure.decide`, `record` gets a sample and its events.
+    """The monitor of one budget. It calls `take` to read a sample, `record` with the sample and its events, and `act`
+    with each action that `pressure.decide` returns.
 
-    All three run on the monitor's thread. For a failed reading `record` gets a sample without devices.
+    All three are called on the monitor's thread. If `take` raises, `record` is called with a sample without devices.
     """
 
     def __init__(
@@ -116,18 +117,18 @@ class Monitor:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
+        """True if the thread runs and `stop` was not called."""
         thread = self._thread
         return thread is not None and thread.is_alive() and not self._stop.is_set()
 
     @property
     def interval(self) -> float:
-        """The current seconds between samples: longer than declared if samples cost too much CPU time, or fail."""
+        """The current seconds between samples: more than in the budget if samples fail or use too much CPU time."""
         return self._interval
 
     @property
     def failing(self) -> bool:
-        """Whether the last reading of the GPUs failed."""
+        """True if the last attempt to take a sample failed."""
         return self._failures > 0
 
     @property
@@ -136,39 +137,39 @@ class Monitor:
         return self._state
 
     def start(self) -> None:
-        """Start the thread, also again after `stop`. Does nothing if it runs."""
+        """Start the thread, also after `stop`. Does nothing if the thread runs."""
         if self.alive:
             return
-        self._stop, self._begun = Flag(), Flag()  # new flags: a hanging thread of an earlier `start` must still end
+        self._stop, self._begun = Flag(), Flag()  # new flags: a hanging thread of an earlier `start` keeps its own
         self._thread = threading.Thread(
             target=self._run, args=(self._stop, os.getpid(), self._begun), name="memguard-monitor", daemon=True
         )
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and wait for it at most `JOIN` seconds. Does not wait if called on the monitor's thread."""
+        """End the thread, waiting for at most `JOIN` seconds. Does not wait if called on the monitor's thread."""
         self._stop.set()
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
-        # `start` was interrupted. If the thread still begins, it ends at once.
+        # `start` was interrupted. If the thread begins nevertheless, it ends immediately.
         if thread.ident is None and not thread.is_alive():
             self._begun.wait(_BEGIN)
         if self._begun.is_set():  # `join` raises for a thread that has not begun
             thread.join(JOIN)
 
     def pause(self, seconds: float) -> bool:
-        """Take no sample until `resume`. False if the current sample has not ended within `seconds`.
+        """Take no sample until `resume`. Returns False if the current sample takes more than `seconds` to end.
 
-        Does not wait if a callback calls it on the monitor's thread.
+        Does not wait if a callback calls this method on the monitor's thread.
         """
         self._paused = True
         return self.wait_for_sample(seconds)
 
     def wait_for_sample(self, seconds: float) -> bool:
-        """Wait for at most `seconds` until the current sample has ended. Returns whether it has.
+        """Wait for at most `seconds` until the current sample has ended. Returns True if it has ended.
 
-        Does not wait if a callback calls it on the monitor's thread.
+        Does not wait if a callback calls this method on the monitor's thread.
         """
         until = time.monotonic() + seconds
         while self._ticking and self._thread is not threading.current_thread():
@@ -184,7 +185,7 @@ class Monitor:
         self._paused = False
 
     def forked(self) -> None:
-        """Reset in a forked child, where the thread does not exist."""
+        """Reset in a forked child, where the monitor's thread does not exist."""
         self._paused = self._ticking = False
         self._stop = Flag()
         self._thread = None
@@ -199,14 +200,14 @@ class Monitor:
     def _run(self, stop: Flag, pid: int, begun_here: Flag | None = None) -> None:
         if begun_here is not None:
             begun_here.set()
-        debt = 0.0  # CPU seconds used beyond the share
+        debt = 0.0  # CPU seconds used in excess of the share; negative if less was used
         share = max(self._settings.cpu, 1e-6)
         while not stop.is_set():
             wait = self._settings.interval
             try:
                 begun = self._cpu()
                 self._tick_unless_paused(lambda: stop.is_set() or os.getpid() != pid)
-                if os.getpid() != pid:  # this is a child that a callback forked
+                if os.getpid() != pid:  # this is a child process that a callback forked
                     return
                 cost = self._cpu() - begun
                 debt += cost if 0.0 <= cost <= _MOST else 0.0
@@ -214,14 +215,14 @@ class Monitor:
                 self._interval = wait
                 if self._clock.wait(stop, wait):
                     return
-            except BaseException as error:  # the program may have replaced `time` or `logging`
+            except BaseException as error:  # for example because the program replaced `time` or `logging`
                 self._complain("take a sample", error)
                 if _nap(stop, wait):
                     return
             debt = max(debt - wait * share, -BURST * share)
 
     def _cpu(self) -> float:
-        """The thread's CPU time; 0 if the clock fails, for example because the program replaced `time`."""
+        """The thread's CPU seconds; 0 if the clock fails, for example because the program replaced `time`."""
         try:
             seconds = float(self._clock.cpu())
         except BaseException:
@@ -229,7 +230,7 @@ class Monitor:
         return seconds if math.isfinite(seconds) else 0.0
 
     def _retry(self) -> float:
-        """Seconds until the next attempt: exponential backoff, capped by `SLOWEST_RETRY` or the interval."""
+        """Seconds until the next attempt: exponential backoff, up to the larger of `SLOWEST_RETRY` and the interval."""
         interval = self._settings.interval
         return min(interval * 2.0 ** min(self._failures, 30), max(SLOWEST_RETRY, interval))
 
@@ -242,11 +243,11 @@ class Monitor:
             self._ticking = False
 
     def _tick(self, over: Callable[[], bool]) -> None:
-        """Take one sample, record it and carry out its actions. Stops once `over()` is true."""
+        """Take one sample, record it and carry out its actions. Returns early if `over()` is true."""
         actions: list[Action] = []
         try:
             sample = self._take()
-        except BaseException as error:  # SystemExit would end the thread silently
+        except BaseException as error:  # SystemExit would end the thread without a message
             if over():
                 return  # the budget ended during the sample
             sample = Sample(self._now(), ())
@@ -293,7 +294,8 @@ class Monitor:
 
 
 def _nap(stop: Flag, seconds: float) -> bool:
-    """Wait by a lock's timeout, which works if the program has replaced `time`. Returns whether `stop` is set."""
+    """Wait for `seconds` by the timeout of a lock, which works even if the program has replaced `time`. Returns True if
+    `stop` is set."""
     lock = threading.Lock()
     lock.acquire()
     while seconds > 0 and not stop.is_set():

@@ -1,7 +1,7 @@
-"""The session of a budget: its guard, out-of-memory hooks, monitor, timeline and extensions.
+"""The session of a budget: its guard (which applies the caps), out-of-memory hooks, monitor, timeline and extensions.
 
-The monitor's thread detects and reports pressure. Trims and UnderPressure errors wait for a checkpoint on the user's
-thread.
+The monitor's thread detects and reports memory pressure. It never trims caches or raises UnderPressure: both happen at
+the next `memguard.checkpoint`, on a thread of the program.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ if TYPE_CHECKING:
 
 
 event_callbacks: list[Watch] = []
-"""Callbacks of `memguard.on_event`. They belong to the process and outlive a budget."""
+"""Callbacks of `memguard.on_event`. They stay registered when a budget ends."""
 sample_callbacks: list[Watch] = []
-"""Callbacks of `memguard.on_sample`. They belong to the process and outlive a budget; a forked child has none."""
+"""Callbacks of `memguard.on_sample`. They stay registered when a budget ends; a fork clears them in the child."""
 WITHOUT_MONITOR = (
     "memguard.on_sample: the active budget takes no samples, so nothing is called\n"
     "    fix: write 'monitor: {interval: 500ms}' in the budget"
 )
 
 _thread = threading.local()
-"""On a monitor thread, `_thread.session` is the session that the thread monitors."""
+"""On a monitor thread, `_thread.session` is the session that the thread monitors; on other threads it is not set."""
 
 
 def outlived(active: Session | None) -> bool:
-    """Whether this thread is the monitor thread of an ended budget while another budget is active."""
+    """True if this thread is the monitor thread of an ended budget while another budget is active."""
     own = getattr(_thread, "session", None)
     return own is not None and active is not None and active is not own
 
 
 def on_monitor() -> bool:
-    """Whether this is a monitor thread, which also runs `on_event` callbacks."""
+    """True on a monitor thread, which also runs `on_event` callbacks."""
     return getattr(_thread, "session", None) is not None
 
 
 class Session:
-    """The lifecycle of one budget, from `start` until its guard stops, with the extensions that it enables."""
+    """Runs one budget with its extensions, from `start` until its guard stops."""
 
     def __init__(self, guard: Guard, extensions: Sequence[Extension] = ()) -> None:
         self.guard = guard
@@ -70,16 +70,16 @@ class Session:
         self.extensions = tuple(extensions)
         self._writer: Writer | None = None
         self.undo = Undo()
-        """Undo steps that run at the budget's end, while its caps still hold."""
+        """Undo steps that run at the end of the budget, before its allocator caps are removed."""
         self._pending_trims: deque[Event | None] = deque(maxlen=64)
-        """Trims for the next checkpoint. An entry None makes that checkpoint call the extensions."""
+        """The pressure events for which the next checkpoint trims caches. None makes it call the extensions."""
         self._pending_errors: dict[tuple[str | None, str | None], Event] = {}
-        """UnderPressure errors for the next checkpoint, by UUID and framework."""
+        """The pressure events for which the next checkpoint raises UnderPressure, by UUID and framework."""
         self._settings: pressure.Settings | None = None
         self.lease: BudgetLease | None = None
-        """The lease on the GPUs, if the budget has one. The guard's last undo step releases it."""
+        """The budget's claim of GPU memory among the processes of this machine, or None. The guard releases it last."""
         self.simulated_stand_in = False
-        """Whether a simulated GPU replaces a missing one. Then `init` with the same budget returns this session."""
+        """True if a simulated GPU replaces a missing one. `init` with the same budget then returns this session."""
         self._workloads = Workloads()
         self._refusals = RefusalEvents()
         self._pid = os.getpid()
@@ -87,21 +87,22 @@ class Session:
 
     @property
     def active(self) -> bool:
-        """Whether the budget is in effect in this process."""
+        """True if the budget is in effect in this process."""
         return self.guard.active
 
     def prepare(self, before: Session | None) -> None:
-        """Let each extension reject the budget, while the budget `before` is still in effect."""
+        """Let each extension reject the budget by raising an error, while the session `before` is still in effect."""
         for extension in self.extensions:
             extension.prepare(self, before)
 
     def while_waiting(self, say: Say) -> OnPoll | None:
-        """The first extension's function to call at each poll while the budget waits for its lease."""
+        """The first function that an extension's `while_waiting` returns; None if all return None."""
         looks = (extension.while_waiting(self, say) for extension in self.extensions)
         return next((look for look in looks if look is not None), None)
 
     def set_lease(self, lease: BudgetLease) -> None:
-        """Set the budget's lease: a new unclaimed one, or the previous budget's. It is released after all caps."""
+        """Set the budget's lease, which may be new or taken over from the previous budget. The guard releases it after
+        all caps are removed."""
         self.lease = lease
         self.guard.undo.add("the lease", lease.close)
 
@@ -111,7 +112,7 @@ class Session:
         return self._writer
 
     def write_to(self, writer: Writer) -> None:
-        """Set the timeline of samples, events and refusals."""
+        """Set the writer of samples, events and refused requests. `begin_timeline` later creates the file."""
         self._writer = writer
 
     def begin_timeline(self, writer: Writer) -> None:
@@ -121,7 +122,7 @@ class Session:
         writer.begin()
 
     def start(self) -> None:
-        """Apply the budget, then install the out-of-memory hooks, then start the monitor and the extensions, if any."""
+        """Apply the budget, install the out-of-memory hooks, and start the monitor and the extensions."""
         self.guard.callbacks.stop = self.undo
         self.undo.add("monitor", self._forget)
         self.guard.start()
@@ -138,7 +139,7 @@ class Session:
             if monitor is not None:
                 self.undo.add("monitor", monitor.stop)
             if monitor is not None or self.extensions:
-                # Also at interpreter exit: no thread may read frameworks that are shutting down.
+                # Also stop at interpreter exit, because no thread may read frameworks that are shutting down.
                 self.undo.add("monitor", lambda: life.not_at_exit(self._at_exit))
                 life.at_exit(life.HookOrder.BUDGET, self._at_exit)
             if monitor is not None:
@@ -152,10 +153,10 @@ class Session:
             self.guard.stop()
             raise
         if getattr(_thread, "session", None) is not None:
-            _thread.session = self  # a callback on a monitor thread began this budget, and may end it
+            _thread.session = self  # a callback on a monitor thread began this budget, so it may also end it
 
     def _make_monitor(self) -> Monitor | None:
-        """Create the monitor, without starting it."""
+        """Create the monitor without starting it; None if the budget has none."""
         budget = self.guard.budget
         if budget.monitor is None:
             return None
@@ -168,8 +169,8 @@ class Session:
         return self.monitor
 
     def _at_exit(self) -> None:
-        """Called when the program ends without `shutdown`. Does nothing in a forked child, which inherits the
-        registration."""
+        """Called if the program ends without `memguard.shutdown`. Does nothing in a forked child, which inherits
+        the registration."""
         if self._pid != os.getpid():
             return
         if self.monitor is not None:
@@ -179,14 +180,14 @@ class Session:
         self._write_refusals(everything=True)
 
     def _forget(self) -> None:
-        """The last undo step, after monitor, timeline and hooks have ended."""
+        """The last undo step of `undo`: clears the monitor, the writer and the extensions after all have ended."""
         self.monitor = self._writer = None
         self.extensions = ()
 
     def forked(self) -> None:
         """Reset in a forked child: threads of the parent do not exist there, and inherited locks may be held."""
         self.guard.forked()
-        _thread.session = None  # after a fork in a callback the child's thread is no monitor thread
+        _thread.session = None  # if a callback forked, the child's only thread is no monitor thread
         self._refusals.forked()
         if self.monitor is not None:
             self.monitor.forked()
@@ -198,13 +199,13 @@ class Session:
     # the user's threads
 
     def checkpoint(self) -> None:
-        """Carry out the trims that pressure made due, and call the extensions, for example for `memguard top`.
+        """Trim the caches for which the monitor found critical pressure, and call the extensions.
 
-        Raise UnderPressure if `on_pressure` has `raise` and the pressure is still critical.
+        Raises UnderPressure if the budget's `on_pressure` has `raise` and the pressure is still critical.
         """
         if not self._pending_trims and not self._pending_errors:
             return
-        if suspension.now is not None:  # both wait until `resume`
+        if suspension.now is not None:  # trims and errors wait until `resume`
             return
         here = self._here
         if getattr(here, "busy", False) or getattr(here, "monitor", False):
@@ -219,7 +220,7 @@ class Session:
             lasting = [event for event in self._take_errors() if self._critical(event)]
         finally:
             here.busy = False
-            if any(extension.waiting for extension in self.extensions):  # interrupted: continue at the next checkpoint
+            if any(extension.waiting for extension in self.extensions):  # interrupted: the next checkpoint continues
                 self.wake()
         for event in lasting:
             raise UnderPressure(event.framework, event.uuid, event.text)
@@ -240,7 +241,7 @@ class Session:
         return [event for event in taken if event is not None]
 
     def _critical(self, event: Event) -> bool:
-        """Whether the pressure is still critical after the trims, by a new sample."""
+        """Take a new sample. True if the pressure of the event's framework and GPU is still critical."""
         from memguard._runtime import pressure
 
         assert self._settings is not None
@@ -251,7 +252,7 @@ class Session:
         return state.level(event.uuid, event.framework) is Pressure.CRITICAL
 
     def _finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
-        """Called when a workload has ended. `failed`: the class name of its error. Warns if the workload leaks."""
+        """Called after a workload. `failed`: the class name of its exception, or None. Warns if the workload leaks."""
         for extension in self.extensions:
             extension.finished(report, seconds, failed)
         each = None if failed is not None else self._workloads.leaked(report)
@@ -263,7 +264,7 @@ class Session:
     # out-of-memory errors
 
     def _oom_context(self) -> hooks.OomContext:
-        """Read the ledger, the other processes and the peaks for a report, and add the plan and the last samples."""
+        """Collect the data of an out-of-memory report: ledger, plan, other processes, last samples, budget, peaks."""
         guard = self.guard
         ledger = guard.ledger()
         processes = {
@@ -274,7 +275,8 @@ class Session:
         return hooks.OomContext(ledger, guard.plan, processes, tuple(samples), guard.budget, guard.peaks())
 
     def _refused(self, request: RefusedRequest) -> None:
-        """Write a refused request to the timeline. Runs within the allocation, so it calls no `on_event` callback."""
+        """Write a refused request to the timeline. Called within the allocation, so it calls no `on_event` callback,
+        which could run any code."""
         if (writer := self._writer) is not None:
             for event in self._refusals.refused(request):
                 writer.event(event)
@@ -285,7 +287,7 @@ class Session:
                 writer.event(event)
 
     def _write_oom(self, report: Report) -> None:
-        """Write the report to the timeline. Count the refusal if the allocator did not report it to memguard."""
+        """Write the report to the timeline. Counts the request unless the allocator reported it to memguard."""
         who, request = report.verdict.requester, None if report.moment is None else report.moment.id
         if request is None and who is not None and who in self.guard.frameworks:
             self.guard.refusals.add(RefusedRequest(who, "text", report.time, report.uuid, report.verdict.requested))
@@ -310,7 +312,7 @@ class Session:
         sample = self.guard.sample()
         try:
             return self.guard.rebalance(sample)
-        except Exception as error:  # the sample is still valid
+        except Exception as error:  # the sample is valid even if the caps could not be moved
             _log.debug("no headroom was given: %s", text_of(error))
         return sample
 
@@ -346,15 +348,15 @@ class Session:
     # any thread
 
     def wake(self) -> None:
-        """Make the next checkpoint call `Extension.checkpoint`."""
+        """Make the next `checkpoint` call `Extension.checkpoint`."""
         self._pending_trims.append(None)
 
     def announce(self, event: Event) -> None:
-        """Write an extension's or retry's event to the timeline and pass it to the callbacks."""
+        """Write an event of an extension or of `retry` to the timeline and pass it to the `on_event` callbacks."""
         self._announce(event)
 
     def _announce(self, event: Event) -> None:
-        """Write the event to the timeline and pass it to the callbacks."""
+        """Write the event to the timeline and pass it to the `on_event` callbacks."""
         if (writer := self._writer) is not None:
             writer.event(event)
         self._call(event)
@@ -363,5 +365,5 @@ class Session:
         for watch in list(event_callbacks):
             try:
                 watch.callback(event)
-            except (Exception, SystemExit) as error:  # logged once; the callback stays registered
+            except (Exception, SystemExit) as error:  # `failed` logs the error once; the callback stays registered
                 watch.failed("memguard.on_event", error)

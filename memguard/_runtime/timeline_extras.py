@@ -1,7 +1,8 @@
-"""Timeline extras besides samples and monitor events: workload spans, allocators' peaks, and a final sample.
+"""Writes further records to the timeline: spans of workloads, peaks that allocators report, and a final sample.
 
-Reports draw workloads as spans. Each long workload is one span; consecutive short ones of one name are merged. Peaks
-come from the allocators, because samples miss allocations that are freed before the next sample.
+A workload is a named block that `memguard.workload` measures. A span is the time of one long workload, or of several
+consecutive short workloads of one name. Samples miss memory that is freed before the next sample, so the peaks are read
+from the allocators.
 """
 
 from __future__ import annotations
@@ -30,29 +31,32 @@ if TYPE_CHECKING:
     from memguard._runtime.sampler import Monitor
 
 PEAKS_EVERY = 10.0
-"""Seconds between two lines with allocators' peaks. Peaks never fall, so few lines suffice."""
+"""Least seconds between two readings of the peaks. Peaks never decrease, so few readings suffice."""
 GROWN = 0.01
-"""A peak is written again once it has grown by this fraction, which bounds the number of lines."""
+"""A peak is written again after it has grown by this fraction, which bounds the number of lines."""
 WORKLOAD = "workload"
 SPANS_EVERY = 1.0
-"""Seconds within which short workloads of one name are merged into one event: each training step may be a workload."""
+"""Seconds within which workloads of one name are merged into one event, as each training step may be a workload."""
 MOST = 20
-"""The most workload names with an event of their own within that time. Further names share one event: a program may
-number its steps."""
+"""The most names with an event of their own within `SPANS_EVERY`. Workloads of other names share one event, because a
+program may number the names of its steps."""
 OTHERS = "other workloads"
 _HANGS = 0.5
-"""At the end of the program or budget, a sample of the monitor that takes longer than this many seconds counts as
-hanging."""
+"""The most seconds that the final sample waits for a running sample of the monitor, which may hang in the driver."""
 
 
 class Timeline(Extension):
-    """The timeline file of `monitor: {timeline: ...}`. The session writes samples, events and refusals into it."""
+    """The extension for `monitor: {timeline: ...}` in a budget: creates the timeline and the `TimelineExtras`.
+
+    The session writes samples, events and refused requests.
+    """
 
     before_monitor = True
     extras: TimelineExtras | None = None
 
     def prepare(self, session: SessionContext, before: SessionContext | None) -> None:
-        """Raise TimelineError if the file cannot be begun after the end of `before`, which may use the same file."""
+        """Raise TimelineError if the file cannot be created. `before` is the session that will end first; its
+        timeline may be the same file."""
         writer = _writer(session)
         writer.check(before.writer if before is not None else None)
         session.write_to(writer)
@@ -94,7 +98,7 @@ def _writer(session: SessionContext) -> Writer:
 
 
 class Peaks:
-    """The last written peaks. Used by one thread at a time; a second thread could at worst write a line twice."""
+    """Decides which peaks to write, from the last written peaks. Has no lock: two threads may write a peak twice."""
 
     def __init__(self, every: float = PEAKS_EVERY, clock: Callable[[], float] = time.monotonic) -> None:
         self._every, self._clock = every, clock
@@ -102,7 +106,7 @@ class Peaks:
         self._looked: float | None = None
 
     def due(self) -> bool:
-        """Whether it is time to write peaks. True starts the next interval."""
+        """True if `every` seconds have passed since the last True: the caller should read and write the peaks."""
         now = self._clock()
         if self._looked is not None and 0 <= now - self._looked < self._every:
             return False
@@ -110,7 +114,7 @@ class Peaks:
         return True
 
     def events(self, when: float, found: Mapping[str, Mapping[str, int]], *, last: bool = False) -> list[Event]:
-        """Events for peaks that grew by `GROWN`, or at all in the `last` reading. `found`: by UUID and framework."""
+        """Events for the peaks in `found` (by UUID and framework) that grew by `GROWN`, or if `last`, grew at all."""
         events = []
         for uuid, peaks in found.items():
             for name, peak in peaks.items():
@@ -133,7 +137,7 @@ class _Row:
 
 
 class Spans:
-    """Merges workloads into spans. Thread-safe; the lock is reentrant, because a signal handler may end a workload."""
+    """Merges workloads into spans. Thread-safe. The lock is reentrant because a signal handler may end a workload."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock, self._lock = clock, threading.RLock()
@@ -152,7 +156,7 @@ class Spans:
                 if len(self._rows) >= MOST:
                     key = OTHERS, report.framework
                 row = self._rows.setdefault(key, _Row(now - seconds))
-            # No further calls here: short workloads may end many times a second.
+            # Compare inline instead of calling `min` and `max`: short workloads may end many times a second.
             row.ended, row.count = now, row.count + 1
             if now - seconds < row.began:
                 row.began = now - seconds
@@ -163,15 +167,14 @@ class Spans:
             return [*self._taken(key), *self._due(now)]
 
     def due(self, everything: bool = False) -> list[Event]:
-        """The events of spans that have reached `SPANS_EVERY`, or of all spans."""
+        """The events of spans that began `SPANS_EVERY` seconds ago or earlier; of all spans if `everything`."""
         if not self._rows:
             return []
         with self._lock:
             return self._due(float("inf") if everything else self._clock())
 
     def _due(self, now: float) -> list[Event]:
-        """The events of due spans, oldest first. Stops at the first span that is not due, because there may be many
-        spans."""
+        """The events of the first spans in `_rows`, up to the first span that began less than `SPANS_EVERY` ago."""
         events: list[Event] = []
         while self._rows:
             key, row = next(iter(self._rows.items()))
@@ -189,13 +192,14 @@ class Spans:
 
 
 class TimelineExtras:
-    """Writes the timeline extras of one budget. Never raises in the program: it omits figures that it cannot read."""
+    """Writes the spans, peaks and final sample of one budget. Never raises; omits figures that cannot be read."""
 
     def __init__(self, guard: Guard, monitor: Monitor, writer: Writer, undo: Undo) -> None:
-        """`undo` already has the step that closes the writer; the step that stops the monitor is added later."""
+        """`undo` must already have the step that closes the writer, and not yet the step that stops the monitor: steps
+        run last first."""
         self._guard, self._monitor, self._writer = guard, monitor, writer
         self._peaks, self._spans = Peaks(), Spans()
-        self._pid, self._taken = os.getpid(), False  # `_taken`: `_before_exit` wrote the final sample
+        self._pid, self._taken = os.getpid(), False  # `_taken`: `_before_exit` has written the final sample
         undo.add("last sample", self.last)
         undo.add("last sample", lambda: life.not_at_main_thread_end(self._before_exit))
         life.at_main_thread_end(self._before_exit)
@@ -209,12 +213,12 @@ class TimelineExtras:
             self._writer.event(event)
 
     def finished(self, report: WorkloadReport, seconds: float, failed: str | None) -> None:
-        """Called when a workload has ended after `seconds`. `failed`: the class name of its error."""
+        """Called after a workload that took `seconds`. `failed`: the class name of its exception, or None."""
         for event in self._spans.ended(report, seconds, failed):
             self._writer.event(event)
 
     def at_exit(self) -> None:
-        """The `atexit` function. Frameworks may be shut down by now, so it reads none if `_before_exit` has done so."""
+        """Called by `atexit`. Reads no framework if `_before_exit` has, because frameworks may be shut down by now."""
         if self._taken and self._pid == os.getpid():
             self._write_spans(everything=True)
         else:
@@ -226,10 +230,10 @@ class TimelineExtras:
     def last(self) -> bool:
         """Write a final sample and the peaks, to cover the time since the monitor's last sample.
 
-        Skipped during interpreter finalization, and if the monitor's sample hangs in the driver, because this sample
-        would hang too. Returns whether the sample was written.
+        Writes neither during interpreter finalization, nor if a sample of the monitor hangs in the driver, where the
+        final sample would hang too. Returns True if the sample was written.
         """
-        if sys.is_finalizing() or self._pid != os.getpid():  # a forked child: nobody releases inherited locks
+        if sys.is_finalizing() or self._pid != os.getpid():  # in a forked child no thread releases inherited locks
             return False
         self._write_spans(everything=True)
         if not self._monitor.wait_for_sample(_HANGS):

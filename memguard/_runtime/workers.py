@@ -1,8 +1,10 @@
-"""Detects where `memguard.init` applies no budget (workers, MEMGUARD_DISABLE, no GPU); defines the guards returned.
+"""Detects processes in which `memguard.init` applies no budget, and defines the inactive guards that it returns there.
 
-`spawn` and `forkserver` (the default from Python 3.14 on) import the parent's script in each worker. That runs a
-`memguard.init` at module level again. If `init` applied the budget in a worker, every worker would get the full caps.
-So `init` applies nothing in a worker unless MEMGUARD_CHILDREN is set.
+These are multiprocessing workers, processes with MEMGUARD_DISABLE, and processes without a GPU.
+
+With the start methods `spawn` and `forkserver` (the default from Python 3.14 on), multiprocessing imports the program's
+script in each worker, which runs a `memguard.init` at module level again. If `init` applied the budget there, each
+worker could allocate up to the full caps. So `init` applies no budget in a worker unless MEMGUARD_CHILDREN is set.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from memguard._guard.figures import Reclaimable
 
 CHILDREN = "MEMGUARD_CHILDREN"
-"""The environment variable that makes the script's `init` apply its budget in workers too."""
+"""The environment variable that makes a script's `init` apply its budget in workers too."""
 DISABLE, SIMULATE = "MEMGUARD_DISABLE", "MEMGUARD_SIMULATE"
 WHY = Advice(
     "no budget is active in this process: it is a worker, and memguard.init does nothing while multiprocessing "
@@ -37,15 +39,15 @@ FROM_FORK_SERVER = Advice(
     f"script once for all of them, so that {CHILDREN}=1 does not reach them",
     "call memguard.init in the function that the worker runs, or start workers with spawn",
 )
-# multiprocessing (also used by torch and joblib), its copy that pickles with dill, and Celery's copy.
+# multiprocessing (which torch and joblib use), its fork `multiprocess` (pickles with dill), and Celery's fork.
 _POOLS = ("multiprocessing.process", "multiprocess.process", "billiard.process")
 _WITHOUT_BUDGET = {"active", "frameworks", "notes", "permanent", "start", "stop", "forked"}
 
 
 def reimporting(modules: Mapping[str, object]) -> bool:
-    """Whether multiprocessing is importing the parent's script in this process. Imports nothing.
+    """True while multiprocessing imports the program's script in this worker. Imports nothing.
 
-    `_inheriting` is the flag by which multiprocessing itself forbids starting processes during that import.
+    multiprocessing sets the flag `_inheriting` during that import, to forbid that the script starts processes.
     """
     for name in _POOLS:
         current = getattr(modules.get(name), "current_process", None)
@@ -61,22 +63,22 @@ def from_fork_server(modules: Mapping[str, object], command: Sequence[str]) -> b
 
 
 def wanted(reimporting: bool, environ: Mapping[str, str]) -> bool:
-    """Whether `init` should apply its budget: always, except in a worker without MEMGUARD_CHILDREN."""
+    """True if `init` should apply its budget: not `reimporting`, or MEMGUARD_CHILDREN is set."""
     return not reimporting or environ.get(CHILDREN, "") not in ("", "0")
 
 
 def disabled(environ: Mapping[str, str]) -> bool:
-    """Whether MEMGUARD_DISABLE is set."""
+    """True if MEMGUARD_DISABLE is set, and not to 0."""
     return environ.get(DISABLE, "") not in ("", "0")
 
 
 def simulated(environ: Mapping[str, str]) -> list[str] | None:
-    """The GPUs that MEMGUARD_SIMULATE names; None if it is not set."""
+    """The GPU models in MEMGUARD_SIMULATE; None if the variable is not set or empty."""
     return [name.strip() for name in environ.get(SIMULATE, "").split(",") if name.strip()] or None
 
 
 class _Inactive(Guard):
-    """A guard that caps nothing and has nothing to undo."""
+    """A guard without a budget: it applies no caps."""
 
     def _repr_html_(self) -> str:
         from memguard._base.text import html
@@ -99,9 +101,9 @@ class _Inactive(Guard):
 
 
 class PassiveGuard(_Inactive):
-    """The guard that `init` returns in a worker: not active, and calls that need a budget raise NotActive."""
+    """The guard that `init` returns in a worker. It is not active; its methods that need a budget raise NotActive."""
 
-    def __init__(self) -> None:  # not Guard's, which needs GPUs
+    def __init__(self) -> None:  # does not call `Guard.__init__`, which needs GPUs
         self.notes, self.permanent = [], []
 
     def __getattribute__(self, name: str) -> Any:
@@ -122,14 +124,14 @@ class PassiveGuard(_Inactive):
 class IdleGuard(_Inactive):
     """The guard that `init` returns if the program should run without a budget. Its methods do nothing.
 
-    `why`: the reason why nothing is applied. `given`: the argument of `init`, which `budget` parses on access.
-    `ledger()` and `sample()` are empty, unknown values are None. `part` raises NotActive. `host` and the parts of a
-    guard do not exist: access raises AttributeError with the reason.
+    `why`: the reason why no budget is applied. `given`: the budget argument of `init`, which the attribute `budget`
+    parses on access. `ledger()` and `sample()` have no GPUs. `device_plan` raises NotActive. Other attributes of an
+    active guard, such as `host`, raise AttributeError with the reason.
     """
 
-    plan = Plan(())  # replaces a property of the class by an attribute
+    plan = Plan(())  # replaces the property of `Guard`, so that `__init__` can set it
 
-    def __init__(self, why: str, given: Any) -> None:  # not Guard's, which needs GPUs
+    def __init__(self, why: str, given: Any) -> None:  # does not call `Guard.__init__`, which needs GPUs
         self.why, self.given = why, given
         self.notes, self.permanent = [why], []
         self.plan = Plan((), notes=(why,))

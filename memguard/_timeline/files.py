@@ -1,4 +1,7 @@
-"""File access for timelines: opens without following links, and changes only this user's timelines."""
+"""File access for timelines: changes only timeline files of this user, and never through symbolic links.
+
+A timeline is split into numbered files (parts). The newest part has the timeline's name, an older part also its number.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,15 @@ from memguard.errors import TimelineError
 
 _CLOEXEC, _NOFOLLOW = getattr(os, "O_CLOEXEC", 0), getattr(os, "O_NOFOLLOW", 0)
 _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
-"""With O_NONBLOCK, opening a FIFO without a writer returns at once, and the check below refuses the FIFO."""
+"""With O_NONBLOCK, `open` of a FIFO without a writer does not block. `open_regular` then rejects the FIFO."""
 
 _NUMBERED = re.compile(r"(.*[^/])\.\d{1,9}((?:\.[^./]*)?)", re.ASCII | re.DOTALL)
-"""The path of an older part, as `rotated` makes it: without the number it is the newest file's."""
+"""The path of an older part, as returned by `rotated`. Without the number it is the path of the newest part."""
 
 
 def expand(pattern: str | os.PathLike[str], pid: int, rank: int | None) -> str:
-    """The absolute path with `{pid}` and `{rank}` filled in. Without either, both are inserted before the suffix."""
+    """The absolute path, with `{pid}` and `{rank}` replaced. If `pattern` has neither, both are inserted before its
+    suffix."""
     text = os.fspath(pattern)
     folder, name = os.path.split(text)
     if not name or "\0" in text:
@@ -41,9 +45,9 @@ def rotated(path: str, number: int | str) -> str:
 
 
 def numbered(path: str) -> list[tuple[int, str]]:
-    """The files that have names of parts of `path`, sorted by number.
+    """Number and path of each file whose name is that of an older part of `path`, sorted by number.
 
-    If `path` is a link, these are beside the file that it names, or beside the link: a store of linked files has both.
+    If `path` is a symbolic link, the folders of the link and of its target are both searched.
     """
     found = _beside(path)
     if os.path.islink(path):
@@ -53,9 +57,9 @@ def numbered(path: str) -> list[tuple[int, str]]:
 
 
 def parts_of_run(path: str) -> set[str]:
-    """The real paths of all files that may belong to the run of `path`, by their names. No command may overwrite them.
+    """The resolved paths of all files whose names may be of the timeline at `path`. No command may overwrite them.
 
-    `path` names the newest file or an older part, directly or through links.
+    `path` is the path of the newest or an older part, or a link to it.
     """
     named = {path, os.path.realpath(path)}
     named |= {match[1] + match[2] for match in map(_NUMBERED.fullmatch, named) if match}
@@ -69,14 +73,14 @@ def _beside(path: str) -> list[tuple[int, str]]:
     pattern = re.compile(re.escape(stem) + r"\.(\d{1,9})" + re.escape(suffix), re.ASCII)
     try:
         names = os.listdir(folder or os.curdir)
-    except OSError:  # opening the file later raises the error
+    except OSError:  # the caller opens the file later, which raises the error
         return []
     found = ((pattern.fullmatch(name), name) for name in names)
     return [(int(match[1]), os.path.join(folder, name)) for match, name in found if match]
 
 
 def written_as(path: str) -> list[str]:
-    """The files that a budget's `timeline: PATH` created, newest first, with PID and rank in their names."""
+    """The timelines that a budget with `timeline: PATH` has created by adding PID and rank to PATH, newest first."""
     base, suffix = os.path.splitext(path)
     folder, stem = os.path.split(base)
     pattern = re.compile(re.escape(stem) + r"-\d{1,10}-\d{1,10}" + re.escape(suffix), re.ASCII)
@@ -95,18 +99,18 @@ def open_regular(path: str, flags: int = 0) -> BinaryIO:
             handle = _open(path, os.O_RDONLY | _NONBLOCK | _CLOEXEC | flags, opened)
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise OSError(0, "not a regular file")
-            # One call, as in `_open`: either the list or the file object, which closes itself, owns the descriptor.
+            # One C call, as in `_open`: the descriptor is always in `opened`, or in the file object, which closes it.
             return next(map(open, map(list.pop, (opened,)), ("rb",)))  # type: ignore[return-value]
         finally:
             if opened:
                 close(opened)
     finally:
-        if opened:  # true if a Ctrl-C interrupted the close above
+        if opened:  # a Ctrl-C interrupted the `close` above
             close(opened)
 
 
 def why_not_ours(path: str) -> str | None:
-    """Why the file must not be changed. None if it is this user's timeline, or empty. Raises OSError."""
+    """The reason why the file must not be changed; None if it is empty or a timeline of this user. Raises OSError."""
     about = os.lstat(path)
     if stat.S_ISLNK(about.st_mode):
         return "is a symbolic link, which is not followed"
@@ -127,15 +131,15 @@ def is_ours(path: str) -> bool:
 
 
 def remove(path: str) -> None:
-    """Remove the file if it is this user's timeline."""
+    """Remove the file if it is empty or a timeline of this user."""
     if is_ours(path):
         os.unlink(path)
 
 
 def create(path: str, opened: list[int]) -> int:
-    """Create a file with mode 0600, open it for appending and lock it: the lock marks a file being written.
+    """Create a file with mode 0600, open it for appending and lock it. `in_use` tests the lock.
 
-    Puts the descriptor into `opened` too, for `close`: a Ctrl-C may come before this function returns.
+    Also appends the descriptor to `opened`, so that the caller can close it if a Ctrl-C prevents the return.
     """
     handle = _open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC, opened)
     _lock(handle)
@@ -143,15 +147,15 @@ def create(path: str, opened: list[int]) -> int:
 
 
 def close(opened: list[int]) -> None:
-    """Close the descriptors, and empty the list. Raises nothing."""
+    """Close the descriptors and empty the list. Never raises OSError."""
     while opened:
         with contextlib.suppress(OSError):
-            # One call, as in `_open`: each descriptor is removed and closed, or neither.
+            # One C call, as in `_open`: a Ctrl-C cannot come between removing a descriptor and closing it.
             deque(map(os.close, map(list.pop, (opened,))), 0)
 
 
 def in_use(path: str) -> bool:
-    """Whether a live process is writing the file."""
+    """True if a process has the file open for writing and holds its lock."""
     opened: list[int] = []
     try:
         try:
@@ -163,13 +167,13 @@ def in_use(path: str) -> bool:
 
 
 def _open(path: str, flags: int, opened: list[int]) -> int:
-    """Open the file and put the descriptor into `opened`, in one C call that no Ctrl-C can interrupt."""
+    """Open the file and append the descriptor to `opened`, in one C call that no Ctrl-C can interrupt."""
     opened.extend(map(os.open, (path,), (flags,), (0o600,)))
     return opened[-1]
 
 
 def _lock(handle: int) -> bool:
-    """Lock the file. False if another process holds the lock. True without lock support, as on some network systems."""
+    """Lock the file. False if it is locked already. True if the file system does not support locks."""
     try:
         import fcntl
     except ImportError:  # Windows

@@ -1,4 +1,4 @@
-"""Format the lines of a timeline, version 1: headers and records to text. `docs/timeline.md` defines the format."""
+"""Formats headers and records as the JSON lines of a timeline, version 1, which `docs/timeline.md` specifies."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from memguard._base.units import MAX_SIZE, is_whole, short
 
 VERSION = 1
 MAGIC = b'{"memguard_timeline":'
-"""The first bytes of every file. A file without them is not a timeline and is never changed."""
+"""The first bytes of every timeline file. memguard never changes a file that begins otherwise."""
 MAX_LINE = 1 << 20
-"""The longest line in bytes. The writer writes no longer line, and the reader never loads one into memory."""
+"""The most bytes of a line, for writer and reader. The reader rejects a longer line without loading it all."""
 MAX_SECONDS = 1e10
 """Upper bound of a time, and of an event's `seconds`: three centuries."""
 MAX_WHOLE = 1 << 63
-"""Upper bound of a whole number in options, reports and what is known of a framework."""
+"""Upper bound of a whole number in options, in reports and in the header's `frameworks`."""
 MAX_PART = 10**9 - 1
-"""A part's number has at most nine digits in its file's name."""
+"""The highest number of a part (one file of a timeline): file names have at most nine digits for the number."""
 _WHOLE = {int}
 _TEXT = 500
-"""Characters of an event's text that are kept."""
+"""The most characters of an event's text in the file."""
 _DEPTH = 12
 PEAK = "peak"
-"""The kind of an event whose `bytes` is a framework's largest use so far, reported by its allocator."""
+"""The kind of an event whose `bytes` is the peak of bytes in use, as a framework's allocator reports it."""
 NUMBERS = ("bytes", "times", "held", "in_use", "reclaimable", "cap", "free")
 """The optional whole numbers of an event."""
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class Oom(NamedTuple):
-    """A recorded out-of-memory report: plain data. `time` is in seconds, as of `time.time()`."""
+    """A recorded out-of-memory report, as JSON types. `time` is in seconds, as of `time.time()`."""
 
     time: float
     report: Mapping[str, Any]
@@ -44,7 +44,7 @@ class Oom(NamedTuple):
 
 @dataclass(frozen=True)
 class Dropped:
-    """The number of records missing from the files: thinned, removed, or not written because the disk was full."""
+    """The number of records missing from the files because they were thinned out, removed, or could not be written."""
 
     samples: int = 0
     events: int = 0
@@ -67,11 +67,11 @@ class Dropped:
 
 
 class Header(NamedTuple):
-    """The first line of a file. The files of one run share `run`; `part` counts them.
+    """The first line of a file. The files (parts) of one run have the same `run`, and are numbered by `part` from 1.
 
-    `frameworks` has the version, allocator and so on of each framework, by name. Part 0 holds the thinned records of
-    the oldest parts. Only part 0 has `every`, the seconds between its samples, and `through`, the last part that it
-    replaces.
+    `frameworks` has properties of each framework, such as version and allocator, by name. Part 0 has a selection of the
+    records of the oldest parts, which it replaces. Only part 0 has `every`, the seconds between its samples, and
+    `through`, the number of the last part that it replaces.
     """
 
     recorded: str
@@ -88,7 +88,8 @@ class Header(NamedTuple):
 
 
 class Columns:
-    """The meaning of the numbers in a sample's rows, and the figures that rarely change: totals, limits, caps."""
+    """The GPUs and frameworks that the numbers in a sample's rows refer to, with their totals, limits and caps, which
+    rarely change."""
 
     __slots__ = ("caps", "devices", "frameworks", "limits", "texts", "totals")
 
@@ -99,7 +100,7 @@ class Columns:
         self.frameworks: list[str] = []
         self.caps: list[list[int | None]] = []
         self.texts: dict[tuple[int, str], tuple[FrameworkSample, str]] = {}
-        """The last written figures of each framework, with their text, by GPU and framework: figures rarely change."""
+        """A cache of the last written figures and their text, by index of the GPU and name of the framework."""
 
     def as_dict(self) -> dict[str, Any]:
         devices = [list(row) for row in zip(self.devices, self.totals, self.limits, strict=True)]
@@ -142,7 +143,7 @@ def event_line(event: Event) -> bytes:
 
 
 def oom_line(time: float, report: Mapping[str, Any], most: int) -> bytes:
-    """A line of at most `most` bytes. The largest entries are omitted first, and listed in `cut`."""
+    """A line of at most `most` bytes: omits the largest entries of the report, and lists their keys in `cut`."""
     record = plain(report)
     cut: list[str] = []
     while len(line := _line({"t": _time(time), "oom": record})) > most and record.keys() - {"cut"}:
@@ -154,7 +155,7 @@ def oom_line(time: float, report: Mapping[str, Any], most: int) -> bytes:
 
 
 def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
-    """Returns the line, and whether it needs new columns. If so, the caller writes the columns first."""
+    """Returns the line, and whether `columns` changed. If so, the caller must first write a columns line."""
     changed = False
     rows = []
     names, texts = columns.frameworks, columns.texts
@@ -165,7 +166,7 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
         if {*map(type, figures)} != _WHOLE or max(figures) > MAX_SIZE or min(figures) < -MAX_SIZE:
             figures = [number(value) for value in figures]
         used, free, overhead, process, unaccounted, limit = figures
-        known = device.used is None or used is not None  # NVML reports no used memory of a GPU with unified memory
+        known = device.used is None or used is not None  # None is valid: NVML reports no used memory on unified memory
         if not known or free is None or overhead is None or not is_whole(device.total):
             continue  # omit an invalid reading
         try:
@@ -190,7 +191,7 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
                 found.append(written[1])
                 continue
             held, in_use, reclaimable, cap = usage
-            # Inline fast path: a call of `number` for each figure takes half of the whole line's time.
+            # Calls `number` only for unusual values: a call for each figure would take half of the time of the line.
             if type(held) is not int or not 0 <= held <= MAX_SIZE:
                 held = number(held)
             if type(in_use) is not int or not 0 <= in_use <= MAX_SIZE:
@@ -203,7 +204,7 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
                 caps[position], changed = cap, True
             text = f"[{held},{in_use},{reclaimable}]"
             found.append(text)
-            if usage == (held, in_use, reclaimable, cap):  # plain numbers: equal values have equal text
+            if usage == (held, in_use, reclaimable, cap):  # `number` changed nothing, so equal figures have this text
                 texts[at, name] = usage, text
         if len(frameworks) > len(found) - found.count("0"):
             for name in frameworks.keys() - set(names):
@@ -213,18 +214,18 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
             return sample_line(sample, columns)[0], True
         numbers = f"{at},{used},{free},{process},{overhead},{unaccounted}"
         rows.append(f"[{numbers},{','.join(found)}]" if found else f"[{numbers}]")
-    # The line holds only numbers, so no text can contain "None".
+    # The line has no strings, so "None" can only be a missing number.
     return f'{{"t":{_time(sample.time)},"sample":[{",".join(rows)}]}}\n'.replace("None", "null").encode(), changed
 
 
 def number(value: object) -> int | None:
-    """A number of bytes that the reader accepts; None for any other value."""
+    """Convert the value to an int that the reader accepts as bytes; None if that is impossible."""
     if type(value) is not int:
         if value is None:
             return None
         try:
             value = operator.index(value)  # type: ignore[arg-type]
-        except Exception:  # not a whole number; its own code may raise anything
+        except Exception:  # the value's own `__index__` may raise anything
             return None
     return int(value) if -MAX_SIZE <= value <= MAX_SIZE else None
 
@@ -234,7 +235,7 @@ def _words(value: object) -> str:
 
 
 def _detail(key: str, value: object) -> Any:
-    """An event's optional field, converted to a type that the reader accepts; else None."""
+    """Convert an optional field of an event to a value that the reader accepts; None if that is impossible."""
     if key in NUMBERS:
         return number(value)
     found = plain(value)
@@ -244,7 +245,7 @@ def _detail(key: str, value: object) -> Any:
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
-    """Convert the value to JSON types: other objects to short texts, unsupported numbers to null."""
+    """Convert the value to JSON types: an object of another type to a short text, a number out of range to None."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Strict parser for the lines of a timeline, version 1. Every TimelineError names the file, the line and a fix."""
+"""Parses the lines of a timeline, version 1; for an invalid line raises TimelineError with file, line and fix."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _OTHERS = "read the other parts of the timeline"
 _UPGRADE = "read it with the memguard that wrote it, or a later one"
 _LEVELS = {level.value: level for level in Pressure}
 _Field = tuple[float, float, tuple[type, ...]]
-"""Least and most of a number, and the types of the value."""
+"""The lower and upper bound of a number, and the permitted types of the value."""
 _WORDS: _Field = (0, 0, (str,))
 _TRUTH: _Field = (0, 1, (bool,))
 _SIZE: _Field = (0, MAX_SIZE, (int,))
@@ -61,7 +61,7 @@ class Parser:
         raise TimelineError(f"{self.name}:{self.line}: {what}", fix=fix)
 
     def header(self, raw: bytes) -> Header:
-        record = self.object(raw.removeprefix(BOM_UTF8))  # an editor or a shell may have added it
+        record = self.object(raw.removeprefix(BOM_UTF8))  # an editor or a shell may have added a byte order mark
         if "memguard_trace" in record:
             what = "the first line is not the header of a timeline: this is a trace"
             self.fail(what, f"memguard replay -c BUDGET {self.name}")
@@ -72,7 +72,7 @@ class Parser:
         try:
             datetime.fromisoformat(record["recorded"])
             every = self._seconds(record, "every") if "every" in record else None
-            thinned = every is not None  # only part 0, the file of thinned records, has it
+            thinned = every is not None  # only part 0, which has the thinned records, has the key `every`
             header = Header(
                 record["recorded"],
                 self._typed(record, "run", str),
@@ -92,7 +92,7 @@ class Parser:
         return header
 
     def record(self, raw: bytes) -> Record | None:
-        """The record in the line. None if the line defines new columns."""
+        """Parse a line. Returns its record, or None if the line defines new columns."""
         record = self.object(raw)
         time: Any = record.get("t")
         if type(time) not in (int, float) or not 0 <= time < MAX_SECONDS:
@@ -184,14 +184,14 @@ class Parser:
     def _plan(self, content: dict[str, Any]) -> Plan:
         devices = []
         for part in content["devices"]:
-            known = {"unified": False, **part}  # missing in older files
+            known = {"unified": False, **part}  # older files lack `unified`
             device = Device(**{key: self._checked(known, key, *field) for key, field in _DEVICE.items()})
             sizes = {key: self._checked(part, key, *field) for key, field in _PART.items()}
             caps = {str(name): self._size(cap) for name, cap in part["caps"].items()}
             source, elastic = str(part["reserve_source"]), {}
-            for name, (least, most) in part.get("elastic", {}).items():  # missing in older files
+            for name, (least, most) in part.get("elastic", {}).items():  # older files lack `elastic`
                 elastic[str(name)] = self._size(least), self._size(most)
-            joined = tuple(str(name) for name in part.get("joined", ()))  # missing in older files
+            joined = tuple(str(name) for name in part.get("joined", ()))  # older files lack `joined`
             figures = sizes["limit"], sizes["reserve"], caps, sizes["unallocated"]
             devices.append(DevicePlan(device, *figures, source, elastic, joined))
         options = {name: dict(about) for name, about in _in_range(content["options"]).items()}
@@ -231,7 +231,7 @@ class Parser:
 
 
 def _why(error: Exception) -> str:
-    """The error of a record, as a sentence about the file: Python's own messages describe this module."""
+    """The reason why a line is damaged. Replaces the messages of Python's own errors, which refer to this code."""
     if isinstance(error, KeyError):
         return f"{short(error.args[0])} is missing"
     if isinstance(error, (ValueError, OverflowError)) and "unpack" not in str(error):
@@ -246,7 +246,7 @@ def _whole_or_none(*values: Any) -> None:
 
 
 def _in_range(content: Any) -> Any:
-    """Return the content, of any shape. Raises ValueError if a whole number in it is out of range."""
+    """Return `content` unchanged. Raises ValueError if a whole number at any depth of it is out of range."""
     left = [content]
     while left:
         value = left.pop()

@@ -1,4 +1,4 @@
-"""Reads a timeline lazily: all parts in order, in constant memory."""
+"""Reads a timeline from its numbered files (parts), in order, one line at a time."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ class Records(Iterator[Record]):
         self._found = timeline._read(b"", self)
         self._size = timeline.size
         self.done = 0
-        """Bytes of the files that were read."""
+        """The number of bytes read so far."""
 
     def __next__(self) -> Record:
         return next(self._found)
 
     @property
     def part(self) -> float:
-        """The fraction of the files that was read, from 0 to 1."""
+        """The bytes read so far, as a fraction of the size of all files, from 0 to 1."""
         return min(self.done / self._size, 1.0) if self._size else 0.0
 
 
 class Timeline:
-    """One run's timeline. Every call of `records`, `samples`, `events` and `ooms` reads the files again.
+    """The timeline of one run. Every call of `records`, `samples`, `events` and `ooms` reads the files again.
 
-    `header` is the newest file's. `notes` lists missing data, and grows while the files are read. A damaged line raises
+    `header` is the header of the newest file. `notes` lists missing data; reading may add notes. A damaged line raises
     TimelineError with file, line and fix; a truncated last line only adds a note.
     """
 
     def __init__(self, parts: list[_Part], notes: list[str], earlier: tuple[str, ...] = ()) -> None:
         self._parts, self._notes = parts, notes
         self.earlier = earlier
-        """Files of the same name that are omitted because an earlier run wrote them."""
+        """The omitted files: an earlier run wrote them under the same path."""
         self.header = parts[-1].header
         self.dropped = Dropped()
         for part in parts:
@@ -66,14 +66,14 @@ class Timeline:
             self._note(f"no longer in the files, or never written: {self.dropped}{left}")
 
     def __repr__(self) -> str:
-        """One line, for a prompt; `print` shows more."""
+        """One line, which the Python prompt shows; `print` shows more."""
         parts = "" if len(self._parts) == 1 else f" in {len(self._parts)} parts"
         gpus = ", ".join(part.device.name for part in self.plan.devices)
         mark = " (simulated)" if self.header.simulated else ""
         return shown(f"<Timeline {self._parts[-1].path}{parts}: {self._run} on {gpus}{mark}>")
 
     def __str__(self) -> str:
-        """The header's run, the plan at its start, and the known missing data. Reads no file."""
+        """The process and start time of the run, the plan in the header, and `notes`. Reads no file."""
         return shown(
             f"timeline of {self._run}, begun {self.header.recorded}\n{plan_text(self.plan, None, self._notes)}"
         )
@@ -98,32 +98,33 @@ class Timeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on missing data, as far as known."""
+        """Notes on missing data that was found so far."""
         return tuple(self._notes)
 
     @property
     def size(self) -> int:
-        """The current size of its files in bytes."""
+        """The current size of the timeline's files in bytes."""
         return sum(os.path.getsize(part.path) for part in self._parts if os.path.exists(part.path))
 
     def records(self) -> Iterator[Record]:
-        """All records, in the order of writing."""
+        """All records, in the order in which they were written."""
         return Records(self)
 
     def samples(self) -> Iterator[Sample]:
-        """The samples alone."""
+        """Only the samples."""
         return (record for record in self._read(b"") if isinstance(record, Sample))
 
     def events(self) -> Iterator[Event]:
-        """The events alone. Does not decode lines of other records."""
+        """Only the events. Does not parse the lines of other records."""
         return (record for record in self._read(b',"event":') if isinstance(record, Event))
 
     def ooms(self) -> Iterator[Oom]:
-        """The reports of out-of-memory errors alone."""
+        """Only the reports of out-of-memory errors."""
         return (record for record in self._read(b',"oom":') if isinstance(record, Oom))
 
     def _read(self, only: bytes, progress: Records | None = None) -> Iterator[Record]:
-        """All records, or only those whose line has the text `only` right after the time. Updates `progress`."""
+        """All records whose line has the text `only` directly after the time; every record if `only` is empty. Updates
+        `progress`."""
         for part in self._parts:
             file = self._open(part)
             if file is None:
@@ -146,7 +147,8 @@ class Timeline:
                 yield record
 
     def _open(self, part: _Part) -> BinaryIO | None:
-        """Open the part, by its current or numbered name: the writer renames a full file."""
+        """Open the part's file; None if it was removed. The writer may have renamed the file to its numbered name since
+        `load_timeline`."""
         names = part.path, os.path.realpath(part.path)
         for path in (part.path, *(rotated(name, part.header.part) for name in names)):
             try:
@@ -167,9 +169,9 @@ class Timeline:
 
 
 def load_timeline(path: str | os.PathLike[str]) -> Timeline:
-    """Load the timeline in a file, with its older parts in the same folder (`run.1.jsonl` and so on).
+    """Load the timeline whose newest file is `path`, with its older parts in the same folder (such as `run.1.jsonl`).
 
-    Raises TimelineError: at once for an invalid header, and while reading for another invalid line.
+    Raises TimelineError for an invalid header. Reading the records raises TimelineError for an invalid line.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise TimelineError(
@@ -195,7 +197,7 @@ def load_timeline(path: str | os.PathLike[str]) -> Timeline:
             try:
                 part = _part(sibling, notes)
             except FileNotFoundError:
-                continue  # the writer has just removed it
+                continue  # removed by the writer since the folder was listed
             except TimelineError as error:
                 notes.append(f"left out: {error.advice.reason}")
                 continue
@@ -229,12 +231,12 @@ def _is_pipe(path: str) -> bool:
 
 
 def of_earlier_runs(paths: Iterable[str]) -> str:
-    """The note on files of a timeline's name that belong to earlier runs."""
+    """A note that these files are omitted because an earlier run wrote them."""
     return f"left out, as they belong to an earlier run: {', '.join(paths)}; each can be read alone"
 
 
 def _in_order(older: list[_Part], newest: list[_Part], notes: list[str]) -> list[_Part]:
-    """The parts of one run by number. Lists each part once, and omits parts that the thinned part replaces."""
+    """The parts of one run, sorted by number. Omits copies of a part, and the parts that part 0 replaces."""
     parts: dict[int, _Part] = {}
     for part in newest + older:
         first = parts.setdefault(part.header.part, part)
@@ -249,12 +251,12 @@ def _in_order(older: list[_Part], newest: list[_Part], notes: list[str]) -> list
                 f"of the run, and {thinned.path} replaces the parts up to {through}",
                 fix="move one of the two files to another folder",
             )
-    # A process killed during thinning leaves the part that it was about to remove.
+    # A process killed during thinning does not remove the part that the thinned part 0 replaces.
     return [part for number, part in sorted(parts.items()) if number == 0 or number > through]
 
 
 def _part(path: str, notes: list[str]) -> _Part | None:
-    """The file as a part. None if its header is incomplete."""
+    """Read the header of the file; None if the header is incomplete. Adds a note if the last line is truncated."""
     with open_regular(path) as file:
         header = _header(path, file)
         if header is None:
@@ -266,7 +268,7 @@ def _part(path: str, notes: list[str]) -> _Part | None:
 
 
 def _header(name: str, file: BinaryIO) -> Header | None:
-    """The header. None if the file is empty or ends within the header."""
+    """Parse the header; None if the file is empty or ends within its header."""
     raw = file.readline(MAX_LINE + 1).removeprefix(BOM_UTF8)
     try:
         return Parser(name).header(raw)

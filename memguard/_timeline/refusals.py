@@ -1,10 +1,10 @@
-"""Collect the requests refused while a timeline was recorded, each once, with its need. Pure.
+"""Collects the allocation requests that were refused while a timeline was recorded, each request once; no I/O.
 
-The unmet need of a request is the framework's unreclaimable memory at the refusal plus the requested bytes, whether or
-not the program caught the error. Events of older versions lack the figures of the refusal: the last sample's replace
-them. A request is recorded as an event, as an out-of-memory report, or as both. A report names the event that counts
-its request. Reports of memguard 0.1.0, and reports whose record was lost, do not: `counting_event` matches these
-by time and size. All sizes are bytes; None is unknown.
+The need of a refused request is the framework's unreclaimable memory at the refusal plus the requested bytes, even if
+the program caught the error. Events of older memguard versions lack these figures; the figures of the last sample
+replace them. A refused request is recorded as an event, as an out-of-memory report, or as both. If there are both, the
+report has the time of the event. Reports of memguard 0.1.0 do not have the time, and in some reports it was lost:
+`counting_event` finds the events of such reports by time and size. All sizes are bytes; None means unknown.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from memguard._frameworks.specs import NEVER_GIVE_BACK, SPECS
 from memguard._timeline.format import Oom
 
 _MOMENT, _REPORT = 0.01, 1.0
-"""The most seconds between a request's event and its recorded moment, and between its event and its report."""
+"""The most seconds between the time of a request's event and the time of the refusal in the report (`moment`), and
+between the event and the report."""
 REGIONS = frozenset(row.name for row in SPECS.values() if row.regions)
-"""Frameworks whose pool grows by regions that it neither joins nor returns: a request must fit into one of them."""
+"""Frameworks whose pool consists of regions that it never merges or frees. A request must fit into one region."""
 MOST = 1000
-"""The most refusals kept for each framework on each GPU: the refusals with the largest needs."""
+"""The most refusals stored for each framework on each GPU. The refusals with the smallest needs are dropped."""
 Key = tuple[str, str]
-"""UUID and framework."""
+"""The GPU's UUID and the framework's name."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A refused request. `time` is as of `time.time()`, `held` the framework's unreclaimable bytes at the refusal.
+    """A refused request, or the last request of an event that counts several.
 
-    `times` counts the requests; 0 if an event has counted it already. `full`: the GPU was full, not the cap.
+    `time` is as of `time.time()`; `held` is the framework's unreclaimable bytes at the refusal.
+
+    `times` is the number of requests; 0 in a report whose request an event counts. `full`: the request would have fit
+    under the cap, but the GPU had too little free memory.
     """
 
     time: float
-    asked: int | None  # the name is part of `--json`
+    asked: int | None  # `--json` prints this field name
     held: int | None
     cap: int | None
     times: int
@@ -48,18 +52,19 @@ class Refusal:
 
     @property
     def need(self) -> int:
-        """The least memory under which the request would have succeeded. If the cap refused it, this is more than that
-        cap."""
+        """The smallest cap under which the request would have succeeded. If the cap refused the request, the need is
+        larger than the cap."""
         need = (self.held or 0) + (self.asked or 0)
         return need if self.full or self.cap is None else max(need, self.cap + GRANULE)
 
 
 @dataclass(frozen=True)
 class Reported:
-    """The refusal of an out-of-memory report. `moment` is its time, None if only the report's time is known.
+    """A refusal found in an out-of-memory report. `moment` is the time of the refusal; None if only the time of the
+    report is known.
 
-    `exact`: `held` is from that moment, and not from the last sample. `event` is the unique time of the event that
-    counts the request; None if the report names no event.
+    `exact`: `refusal.held` was read at the refusal; otherwise it is from the last sample. `event` is the time, unique
+    among events, of the event that counts the request; None if the report does not have that time.
     """
 
     refusal: Refusal
@@ -69,19 +74,18 @@ class Reported:
 
 
 def moment_of(report: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The report's figures from the moment of the refusal; empty if the report has none."""
+    """The figures in the report that were read at the refusal; empty if there are none."""
     moment = report.get("moment")
     return moment if isinstance(moment, Mapping) else {}
 
 
 def is_counted(report: Mapping[str, Any]) -> bool:
-    """True if the allocator reported the request when it refused it: then an event of the timeline counts the request
-    too."""
+    """True if the allocator reported the refusal to memguard. In this case an event also counts the request."""
     return moment_of(report).get("source") in ("refusal", "observer")
 
 
 def reported(report: Mapping[str, Any], refusal: Refusal, exact: bool = False) -> Reported:
-    """The report's `refusal`, with the keys that find its event."""
+    """The report's `refusal`, with the times by which `counting_event` finds its event."""
     moment = moment_of(report)
     if not is_counted(report):
         return Reported(refusal, None, exact)
@@ -103,7 +107,7 @@ def _time(value: object) -> float | None:
 
 
 def once(events: Sequence[Refusal], reports: Sequence[Reported]) -> tuple[Refusal, ...]:
-    """All refusals, each request once. An event of n requests matches n reports."""
+    """Merge events and reports, so that each request is counted once. An event of n requests matches n reports."""
     found = sorted(events, key=lambda event: event.time)
     left = [event.times for event in found]
     alone = []
@@ -120,8 +124,8 @@ def once(events: Sequence[Refusal], reports: Sequence[Reported]) -> tuple[Refusa
 def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Reported) -> int | None:
     """The index of the event that counts the report's request; None if no event does.
 
-    `events` are one framework's on one GPU, by time; `left` is the number of reports that each may still match. An
-    event of several requests has the time of the last.
+    `events` are the events of one framework on one GPU, sorted by time. `left` has, for each event, the number of
+    reports that may still match it. The time of an event of several requests is the time of the last request.
     """
     if report.event is not None:
         at = bisect_left(events, report.event, key=attrgetter("time"))
@@ -139,9 +143,10 @@ def counting_event(events: Sequence[Refusal], left: Sequence[int], report: Repor
 
 
 def _merged(event: Refusal, report: Reported) -> Refusal:
-    """The report's figures of the moment if it has them, else the figures with the larger need; with the event's count.
+    """Merge an event with the report of a request that the event counts. Keeps the event's time and count.
 
-    The figures of an event of several requests are another request's, unless only time and size matched them.
+    The other figures are the report's if they were read at the refusal, else the figures with the larger need. If the
+    report names an event of several requests, the event's figures may be of another request, and the larger need wins.
     """
     best = report.refusal
     another = report.event is not None and event.times > 1
@@ -152,10 +157,11 @@ def _merged(event: Refusal, report: Reported) -> Refusal:
 
 
 class RefusalCollector:
-    """Collects the refusals in the records of one timeline, in order. `plan` is the timeline's own.
+    """Collects the refusals in one timeline's records, in order. `plan` is the plan in the timeline's header.
 
-    `pinned` returns a framework's unreclaimable bytes in a sample. `elsewhere` counts the errors of requesters without
-    a cap.
+    `pinned` returns a framework's unreclaimable bytes in a sample. `elsewhere` counts, by requester,
+    the reports whose requester is no known framework or whose GPU is not in the plan. `cut` is True
+    if refusals were dropped (see `MOST`).
     """
 
     def __init__(self, plan: Plan, pinned: Callable[[str, FrameworkSample], int]) -> None:
@@ -174,7 +180,7 @@ class RefusalCollector:
         return {key: once(events, self._reported[key]) for key, events in self._refused.items()}
 
     def key(self, name: object, uuid: object) -> Key | None:
-        """The key of the refusal; None for an unknown framework, or for a GPU outside the plan."""
+        """The `Key` of a framework on a GPU; None if the framework is unknown or the GPU is not in the plan."""
         if uuid is None:
             uuid = self._first
         if name not in FRAMEWORKS or not isinstance(name, str) or uuid not in self._known:
@@ -211,7 +217,7 @@ class RefusalCollector:
         requested = _whole(moment.get("requested"))
         requested = _whole(report.get("requested")) if requested is None else requested
         held, cap, free = self._before(key)
-        # Figures of the refusal take precedence over the last sample's.
+        # Figures read at the refusal take precedence over figures of the last sample.
         of_then = _whole(moment.get("cap")), _whole(moment.get("free"))
         cap, free = (now if then is None else then for then, now in zip(of_then, (cap, free), strict=True))
         pool, in_use, reclaimable = (_whole(moment.get(name)) for name in ("held", "in_use", "reclaimable"))
@@ -232,7 +238,7 @@ class RefusalCollector:
     ) -> Refusal:
         need = (held or 0) + (requested or 0)
         if key[0] in self._pooled:
-            cap = None  # the joint cap refused it: the sum of all frameworks in the pool
+            cap = None  # the cap applies to all frameworks of the pool together
         full = cap is not None and requested is not None and need <= cap and free is not None and free < requested
         return Refusal(time, requested, held, cap, times, full)
 
@@ -254,10 +260,11 @@ class RefusalCollector:
     def _pinned_of(
         self, key: Key, held: int | None, in_use: int | None, reclaimable: int | None, cap: int | None
     ) -> int | None:
-        """The framework's unreclaimable bytes at the refusal; None if neither figure is known.
+        """The framework's unreclaimable bytes at the refusal; None if `held` and `in_use` are unknown.
 
-        A request refused by a pool of regions fits into none of them. A pool smaller than its cap had grown, and needs
-        a new region in addition to its others. A pool as large as its cap may have been allocated at once.
+        If a pool of regions (see `REGIONS`) refuses a request, no region can contain the request. A pool smaller than
+        its cap grows by regions, so the request needs a new region in addition to all held bytes. A pool as large as
+        its cap may be a single region, so only its bytes in use count.
         """
         grown = held is not None and cap is not None and held < cap - GRANULE
         if key[1] in REGIONS and key[0] not in self._pooled and grown:
@@ -268,8 +275,7 @@ class RefusalCollector:
         return pinned
 
     def _before(self, key: Key) -> tuple[int | None, int | None, int | None]:
-        """Figures of the last sample: the framework's unreclaimable bytes, the framework's cap, and the GPU's free
-        memory."""
+        """The framework's unreclaimable bytes, the framework's cap, and the GPU's free memory in the last sample."""
         uuid, name = key
         devices: tuple[DeviceSample, ...] = () if self.last is None else self.last.devices
         device = next((one for one in devices if one.uuid == uuid), None)
@@ -281,10 +287,10 @@ class RefusalCollector:
 
 
 def pooled(plan: Plan) -> set[str]:
-    """The UUIDs of the GPUs on which frameworks share a joint cap.
+    """The UUIDs of the GPUs on which frameworks share a pool with a joint cap.
 
-    Older timelines do not name the frameworks of a joint cap. There it follows from the plan's sum of caps, which
-    counts a joint cap once.
+    In older timelines the plan does not list the frameworks of a joint cap (`joined`). In such a plan each of these
+    frameworks has the joint cap, so that the sum of all caps exceeds the limit.
     """
     return {
         part.device.uuid

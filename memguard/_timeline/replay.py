@@ -1,16 +1,16 @@
-"""Replay a timeline under another budget: which framework exceeds its cap and when; the smallest budget that fits.
-Pure.
+"""Replays a timeline under another budget: finds frameworks that exceed their caps, and the smallest budget that fits.
 
-A sample shows an allocator's memory under the caps at the time. Under a smaller cap the allocator would first have
+A sample shows an allocator's memory under the caps of the recording. Under a smaller cap the allocator would first have
 trimmed its idle memory, so the replay compares the cap with a framework's unreclaimable memory:
 
-- `refused`: the live arrays alone exceed the cap.
-- `fragments`: the live arrays fit under the cap, but their blocks do not: refused, unless packed closer.
-- `cache`: held exceeds the cap, but the excess is idle: it would have been trimmed and nothing refused.
+- `refused`: the live arrays alone exceed the cap, so the allocator would have refused a request.
+- `fragments`: the live arrays fit under the cap, but the memory blocks that contain them do not. The allocator would
+  have refused a request unless the arrays were in fewer blocks.
+- `cache`: held memory exceeds the cap only by idle memory, which would have been trimmed. No request is refused.
 
-Samples omit memory that was allocated and freed between two of them; allocators' own peaks cover it where they exist.
-Samples also omit requests refused while recording. The replay counts these separately, as unmet needs: a cap smaller
-than the need refuses them again.
+Samples do not show memory that was allocated and freed between two samples; the peaks of frameworks whose allocators
+report peaks do. Samples also do not show requests that were refused during the recording. The replay counts such a
+request separately, as an unmet need: a cap below the need refuses the request again. The module does no I/O.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class Above:
-    """Counts how often a figure exceeded its bound. `first` is the time of the first excess, as of `time.time()`;
-    `most` is the largest excess in bytes.
+    """How often and by how much a figure exceeded its bound. `first` is the time of the first sample above the bound,
+    as of `time.time()`; `most` is the largest excess in bytes.
 
-    `times` counts the rises above the bound, `samples` the samples above it.
+    `times` is the number of rises from within the bound to above it, `samples` the number of samples above the bound.
     """
 
     first: float | None = None
@@ -50,12 +50,12 @@ class Above:
 
 @dataclass(frozen=True)
 class TimelineFramework:
-    """One framework on one GPU, in bytes. `cap` is None if the budget does not name the framework. `needs` is the
-    smallest limit under which no sample shows a refusal.
+    """The result for one framework on one GPU, in bytes. `cap` is None if the budget does not name the framework.
+    `needs` is the smallest cap under which no sample counts as `refused` or `fragments`.
 
-    `requests` is the number of requests refused while recording, and `unmet` is their largest need. `again`: the cap
-    would refuse them again; None if the cap is large enough for each of them. `peak` is the allocator's own peak of
-    bytes in use; None if the allocator reports none.
+    `requests` is the number of requests refused during the recording, and `unmet` is their largest need. `again` is
+    True if the cap would refuse such a request again, else None. `peak` is the allocator's own peak of bytes in use;
+    None if the allocator does not report it.
     """
 
     framework: str
@@ -75,7 +75,7 @@ class TimelineFramework:
 
     @property
     def least(self) -> int:
-        """The smallest limit that would have met all known needs."""
+        """The smallest cap under which no request would have been refused, as far as recorded."""
         return max(self.needs, self.peak or 0, self.unmet)
 
     @property
@@ -88,10 +88,11 @@ class TimelineFramework:
 
 @dataclass(frozen=True)
 class TimelineDevice:
-    """One GPU. `overhead` counts samples whose overhead exceeds the reserve; `outside` is the largest number of bytes
-    outside all frameworks.
+    """The result for one GPU. `overhead` counts samples whose overhead exceeds the reserve; `outside` is the largest
+    number of this process's bytes outside all frameworks.
 
-    `together`: at the same time, elastic frameworks needed more than the GPU has beyond the other caps and minima.
+    `together` counts samples in which the needs of the elastic frameworks above their minima add up to more than the
+    memory that remains after the reserve, the fixed caps and all minima.
     """
 
     device: int
@@ -107,12 +108,14 @@ class TimelineDevice:
 
 @dataclass(frozen=True)
 class SmallestBudget:
-    """The smallest budget that fits, in bytes, multiples of 2 MiB. `reserve` is None if none was measured."""
+    """The smallest budget that fits. Sizes are bytes, in multiples of 2 MiB. `reserve` is None if no memory outside
+    frameworks was measured."""
 
     limits: Mapping[str, int]
     reserve: int | None
     problem: str | None = None
-    """Why no budget can be written: its figures come from different GPUs, and a budget has one figure for all."""
+    """The reason why no budget fits, for example because frameworks peaked on different GPUs and a budget has the same
+    limits for each GPU. None if the budget fits."""
 
     def yaml(self) -> str:
         """A budget file that `memguard check` accepts."""
@@ -129,7 +132,7 @@ class SmallestBudget:
 
 @dataclass(frozen=True)
 class TimelineOutcome:
-    """The result of a replay. `recorded` is True if the caps are the timeline's own."""
+    """The result of a replay. `recorded`: the caps are those of the recording."""
 
     samples: int
     begin: float
@@ -143,14 +146,13 @@ class TimelineOutcome:
 
     @property
     def fits(self) -> bool:
-        """True if the replay refuses no framework's request. It places arrays at their recorded addresses, so
-        fragmentation counts too."""
+        """True if the replay finds no refused request, with arrays in their recorded blocks (see `fragments`)."""
         return not any(
             row.refused.times or row.fragments.times or (row.requests and row.again) for row in self.frameworks
         ) and not any(gpu.together.times for gpu in self.devices)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """The outcome as JSON types."""
         plain = {"memguard_replay": 1, "fits": self.fits, **asdict(self)}
         if self.smallest is not None:
             plain["smallest"]["yaml"] = self.smallest.yaml()
@@ -217,7 +219,7 @@ def replay_timeline(
 ) -> TimelineOutcome:
     """Compare each sample of a timeline's `records` with the caps of `plan`, in constant memory.
 
-    `recorded`: the plan is the timeline's own. Otherwise pass `unmet_under(...)` of the timeline's own plan as `unmet`.
+    `recorded`: `plan` is the plan in the timeline's header. Otherwise pass `unmet_under(header.plan)` as `unmet`.
     """
     run = _Run(plan, unmet_under(plan) if unmet is None else unmet)
     for record in records:
@@ -234,7 +236,7 @@ def replay_timeline(
 
 
 def unmet_under(plan: Plan) -> RefusalCollector:
-    """A counter of the refused requests of a timeline that was recorded under this plan."""
+    """A collector of the requests refused during a recording under this plan."""
     return RefusalCollector(plan, _pinned)
 
 
@@ -244,14 +246,14 @@ def _pinned(name: str, usage: FrameworkSample) -> int:
 
 
 class _Count:
-    """Counts excesses of one bound during a replay."""
+    """Builds the `Above` of one bound, sample by sample."""
 
     def __init__(self) -> None:
         self.first: float | None = None
         self.now, self.times, self.samples, self.most = False, 0, 0, 0
 
     def see(self, time: float, by: int) -> None:
-        """Count one sample that is `by` bytes above the bound; 0 or less is within the bound."""
+        """Count one sample whose figure is `by` bytes above the bound; if `by` is at most 0, it is within the bound."""
         if by > 0:
             self.samples += 1
             self.times += not self.now
@@ -260,7 +262,7 @@ class _Count:
         self.now = by > 0
 
     def at_least(self, time: float, by: int) -> None:
-        """Count one excess that happened by `time`, unless an earlier sample shows an excess at least as large."""
+        """Count an excess of `by` bytes at or before `time`, unless an earlier excess is at least as large."""
         if by > self.most:
             self.most, self.times = by, max(self.times, 1)
             self.first = time if self.first is None else self.first
@@ -270,10 +272,10 @@ class _Count:
 
 
 class _Cell:
-    """One framework on one GPU, during a replay."""
+    """The state of the replay for one framework on one GPU."""
 
     def __init__(self, name: str, cap: int | None) -> None:
-        # The size of a pool that never shrinks is no measure of the need under a smaller cap.
+        # `pool`: the framework's pool never shrinks, so its held bytes do not show the need under a smaller cap.
         self.cap, self.pool = cap, name in NEVER_GIVE_BACK
         self.held: int | None = None
         self.in_use: int | None = None
@@ -283,7 +285,7 @@ class _Cell:
         self.refused, self.fragments, self.cache = _Count(), _Count(), _Count()
 
     def see(self, time: float, usage: FrameworkSample) -> int:
-        """Count one sample. Returns the framework's need in it."""
+        """Count one sample. Returns the framework's unreclaimable bytes in the sample."""
         held, in_use, reclaimable, _ = usage
         if held is None:
             self.silent = True
@@ -292,7 +294,7 @@ class _Cell:
         if in_use is None:
             if held is None:
                 return 0
-            live = pinned = held - (reclaimable or 0)  # the best available estimate
+            live = pinned = held - (reclaimable or 0)  # an upper bound: the allocator does not report live arrays
         else:
             if self.in_use is None or in_use > self.in_use:
                 self.in_use = in_use
@@ -301,7 +303,7 @@ class _Cell:
                 pinned = max(held - reclaimable, in_use)
         if pinned > self.needs:
             self.needs = pinned
-        if (cap := self.cap) is not None:  # live <= pinned: a sample counts once, for the worst
+        if (cap := self.cap) is not None:  # live <= pinned: count only the most severe case
             self.refused.see(time, live - cap)
             self.fragments.see(time, pinned - cap if live <= cap else 0)
             self.cache.see(time, held - cap if held is not None and pinned <= cap else 0)
@@ -309,7 +311,7 @@ class _Cell:
 
 
 class _Gpu:
-    """One GPU, during a replay."""
+    """The state of the replay for one GPU."""
 
     def __init__(self, index: int, part: DevicePlan) -> None:
         self.index, self.part = index, part
@@ -325,9 +327,9 @@ class _Gpu:
             self.process = device.process
         outside = overhead = device.overhead
         known = True
-        more = 0  # the elastic frameworks' need above their min
+        more = 0  # the sum of the elastic frameworks' needs above their minima
         for name, usage in device.frameworks.items():
-            if name == EXCHANGE:  # belongs to no framework and has no cap: it counts against the reserve
+            if name == EXCHANGE:  # memory held for other processes is outside all frameworks
                 outside += usage.held or 0
                 continue
             needed = self.cell(name).see(time, usage)
@@ -335,7 +337,7 @@ class _Gpu:
                 more += max(needed - self.least[name], 0)
             known = known and usage.held is not None
         if known and device.unaccounted is not None and device.unaccounted > 0:
-            outside += device.unaccounted  # excluded if a framework does not report its held bytes
+            outside += device.unaccounted  # omitted if `unaccounted` may include bytes of a framework
         self.outside = max(self.outside, outside)
         self.together.see(time, more - self.spare)
         self.above.see(time, overhead - self.part.reserve)
@@ -343,7 +345,7 @@ class _Gpu:
     def cell(self, name: str) -> _Cell:
         if name not in self.cells:
             cap = self.part.caps.get(name)
-            if name in self.part.elastic:  # its cap may rise while the others stay within their guaranteed bytes
+            if name in self.part.elastic:  # the highest cap while the others hold at most their minima
                 least, most = self.part.elastic[name]
                 cap = min(most, least + self.spare)
             self.cells[name] = _Cell(name, cap)
@@ -359,7 +361,7 @@ class _Run:
         self.others: set[str] = set()
 
     def oom(self, record: Oom) -> None:
-        """Count a report, unless an event has counted its request already."""
+        """Process an out-of-memory report. Counts its request, unless an event counts it."""
         self.unmet.oom(record)
         report = record.report
         if report.get("memory", "gpu") == "gpu" and not is_counted(report):
@@ -372,7 +374,7 @@ class _Run:
             gpu.cell(name).requests += count
 
     def peak(self, event: Event) -> None:
-        """Record an allocator's own peak."""
+        """Process an event with the peak that an allocator reports."""
         key, size = self.unmet.key(event.framework, event.uuid), event.bytes
         gpu = None if key is None else self.gpus.get(key[0])
         if key is None or gpu is None or size is None:
@@ -486,12 +488,12 @@ def _smallest(rows: Sequence[TimelineFramework], gpus: Sequence[_Gpu]) -> Smalle
 
 
 def with_headroom(need: int, headroom: Fraction = Fraction(0)) -> int:
-    """The limit for a need: a whole number of 2 MiB, and at least one."""
+    """The need plus the fraction `headroom` of it, rounded up to a multiple of 2 MiB, at least 2 MiB."""
     return max(round_up(-(-need * (1 + headroom) // 1)), GRANULE)
 
 
 def budget_entry(limit: int, options: Mapping[str, Any]) -> str:
-    """A framework's entry in the file: `{limit: 512MiB, growth: false}`."""
+    """A framework's entry in a budget file, such as `{limit: 512MiB, growth: false}`."""
     more = "".join(f", {key}: {str(value).lower()}" for key, value in options.items())
     return f"{{limit: {limit // MIB}MiB{more}}}"
 

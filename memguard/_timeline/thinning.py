@@ -1,14 +1,16 @@
-"""Thins the oldest parts of a timeline when its files reach their size limit. Pure: lines in, lines out.
+"""Selects the lines to keep of a timeline's oldest files when its files reach their size limit; no I/O.
 
-Thinning the oldest part, instead of removing it, keeps the answers to the three questions of a timeline's reader:
+The oldest file is thinned, not removed, so that the timeline still answers three questions:
 
-- Why did the run fail? Reports and events are few and give the cause, so the newest of them are kept first.
-- What is the smallest budget that fits? The peaks decide that, and a peak may be anywhere in the run. So the sample
-  with the highest value of each figure is kept: while these fit, `memguard replay --smallest` answers as before.
-- How did the use change over time? One sample in each interval of `every` seconds is kept. When these no longer fit,
-  the interval is doubled: the same space covers the run from its start, in coarser steps.
+- Why did the run fail? Out-of-memory reports and events are few and give the cause, so the newest of these are kept
+  with the highest priority.
+- What is the smallest budget that fits? The peaks determine it, and a peak may occur anywhere in the run. So the sample
+  with the highest value of each figure is kept. If all such samples fit, `memguard replay --smallest` prints the same
+  budget as before.
+- How did memory use change over time? One sample in each interval of `every` seconds is kept. If these samples no
+  longer fit, the interval is doubled, so that the same space covers the whole run in coarser steps.
 
-Reports and peaks take precedence over spaced samples because no other record can replace them.
+Reports and peaks take precedence over samples at intervals because no other record can replace them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ _FIRST = 1.0
 
 @dataclass(frozen=True)
 class Thinned:
-    """The lines without the header. `columns` are the columns that the header must define."""
+    """The kept lines, without a header. The caller must define `columns` in the header. `dropped` counts the records
+    that are not kept; `every` is the new interval."""
 
     lines: list[bytes]
     columns: dict[str, Any] | None
@@ -44,10 +47,11 @@ class _Line(NamedTuple):
 
 
 def thin(lines: Iterable[bytes], room: int, every: float | None) -> Thinned:
-    """Keep at most `room` bytes of the lines, including headers. `every` is the last thinning's interval, or None.
+    """Select at most `room` bytes of `lines`, which may include headers. `every` is the interval of the last thinning,
+    None at the first.
 
-    Reports are kept first, then events (in up to half of the remaining room), then peaks, then other samples. Of
-    reports and events the newest are kept. Raises ValueError, LookupError or TypeError if a line is damaged.
+    Keeps first reports, then events (in up to half of the remaining bytes), then peaks, then other samples. Of reports
+    and events the newest are kept. Raises ValueError, LookupError or TypeError if a line is damaged.
     """
     found, columns = _read(lines)
     ooms, room = _newest([line for line in found if line.kind == "oom"], room)
@@ -57,7 +61,7 @@ def thin(lines: Iterable[bytes], room: int, every: float | None) -> Thinned:
     overhead = max((len(_columns_line(entry)) for entry in columns), default=0)
     peaks: list[_Line] = []
     for line in _peaks(samples, columns):
-        size = len(line.raw) + (2 * overhead if len(columns) > 1 else 0)  # plus two columns lines
+        size = len(line.raw) + (2 * overhead if len(columns) > 1 else 0)  # columns lines before and after
         if size <= room:
             peaks.append(line)
             room -= size
@@ -93,7 +97,7 @@ def _read(lines: Iterable[bytes]) -> tuple[list[_Line], list[dict[str, Any]]]:
 
 
 def _newest(lines: list[_Line], room: int) -> tuple[list[_Line], int]:
-    """The newest lines that fit, and the remaining room."""
+    """The newest lines that fit into `room` bytes, newest first, and the remaining bytes."""
     kept = []
     for line in reversed(lines):
         if len(line.raw) > room:
@@ -104,7 +108,8 @@ def _newest(lines: list[_Line], room: int) -> tuple[list[_Line], int]:
 
 
 def _peaks(samples: list[_Line], columns: list[dict[str, Any]]) -> list[_Line]:
-    """The samples with the highest value of each GPU's figures, and of each framework's held, in use and pinned."""
+    """The samples with the highest value of each figure of a GPU, and of each framework's held, in-use and pinned (held
+    less reclaimable) bytes."""
     most: dict[tuple[object, ...], tuple[int, _Line]] = {}
 
     def see(key: tuple[object, ...], value: int | None, line: _Line) -> None:
@@ -117,7 +122,7 @@ def _peaks(samples: list[_Line], columns: list[dict[str, Any]]) -> list[_Line]:
             uuid = names["devices"][at][0]
             for what, value in (("used", used), ("process", process), ("overhead", overhead)):
                 see((uuid, what), value, line)
-            if all(not usage or usage[0] is not None for usage in found):  # else `unaccounted` may include pool bytes
+            if all(not usage or usage[0] is not None for usage in found):  # else `unaccounted` has pool bytes
                 see((uuid, "outside"), overhead + max(unaccounted or 0, 0), line)
             for position, usage in enumerate(found):
                 if usage:
@@ -133,7 +138,10 @@ def _peaks(samples: list[_Line], columns: list[dict[str, Any]]) -> list[_Line]:
 def _spaced(
     samples: list[_Line], without: set[int], room: int, every: float, columns: list[dict[str, Any]]
 ) -> tuple[list[_Line], float]:
-    """The first sample in each interval of `every` seconds; the interval is doubled until the samples fit."""
+    """The first sample in each interval of `every` seconds, unless it is in `without`, and the final interval.
+
+    Doubles the interval until the samples fit into `room` bytes.
+    """
     sizes = [len(_columns_line(entry)) for entry in columns]
     while True:
         kept, needed, slot, current = [], 0, None, None

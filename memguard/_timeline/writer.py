@@ -1,4 +1,8 @@
-"""Writes a timeline: whole lines, in this process's own files, of bounded total size."""
+"""Writes a timeline as JSON lines, into files of this process whose total size is bounded.
+
+A full file is renamed to a numbered name and becomes an older part. When the total size reaches its limit, the oldest
+part is thinned (see `thinning`): some of its records are merged into part 0, and its file is removed.
+"""
 
 from __future__ import annotations
 
@@ -21,26 +25,25 @@ from memguard._timeline.format import MAX_LINE, MAX_SECONDS, Columns, Dropped, H
 from memguard.errors import TimelineError
 
 LIMIT = 64 * MIB
-"""Bytes of all files together: more than a day of six frameworks on one GPU, at two samples a second."""
+"""Default limit of the total size: more than a day of six frameworks on one GPU, at two samples a second."""
 MIN_LIMIT = 512 * KIB
 _PARTS = 32
-"""A file is full at 1/32 of the limit. One part is reserved for the thinned records, and one for writing the next
-thinned part."""
+"""A file is full at 1/32 of the limit. The space of two files is reserved: for part 0 and its successor."""
 _LOCK_TIMEOUT = 2.0
-"""Seconds that a thread waits for another thread's write: a disk that hangs must not hang the user's program."""
+"""Seconds that a thread waits for another thread's write, so that a hanging disk does not hang the user's program."""
 _CLOSING_TIMEOUT = 5.0
-"""Seconds that a new writer waits while another thread finishes a write of a closed writer to the same file."""
+"""Seconds that a new writer of a file waits for another thread's unfinished write by a closed writer of that file."""
 _RETRY = 5.0
-"""Seconds between attempts while the disk is full or the folder is missing."""
+"""Seconds between attempts to write samples while the disk is full or the folder is missing."""
 
 
 _ONE_SAMPLE, _ONE_EVENT = Dropped(samples=1), Dropped(events=1)
 _closing_writers: dict[int, Writer] = {}
-"""This process's writers that were closed during a write, and whose file is not closed yet."""
+"""This process's writers that were closed during a write and still have their file open, by `id`."""
 
 
 class _Part:
-    """A full file. `own` is False if an earlier run wrote it."""
+    """An older part of the timeline. `own` is False if an earlier run wrote it."""
 
     def __init__(self, number: int, path: str, size: int, own: bool = True) -> None:
         self.number, self.path, self.size, self.own = number, path, size, own
@@ -49,10 +52,9 @@ class _Part:
 class Writer:
     """Writes one process's timeline; any thread may call it. Raises TimelineError if the file cannot be created.
 
-    With `begin=False`, call `check` to test whether it can be created, and `begin` to create it. After that nothing
-    raises: records that cannot be written are dropped and counted. `say` is called with one sentence when dropping
-    begins and one when writing works again. In a forked child every method does nothing. `clock` works like
-    `time.time`.
+    With `begin=False`, call `check` to test whether the file can be created, and `begin` to create it. After `begin`
+    no method raises: records that cannot be written are dropped and counted. `say` logs a sentence when a write first
+    fails, and when a write succeeds again. In a forked child methods write nothing. `clock` works like `time.time`.
     """
 
     def __init__(
@@ -71,10 +73,11 @@ class Writer:
         self._pid = os.getpid()
         self.path = files.expand(path, self._pid, rank)
         self._say, self._clock, self._locked = say, clock, LockedRunner(order=LockOrder.TIMELINE)
-        self._pending: deque[Callable[[], object]] = deque()  # records that arrived during another write
+        # records received during another write on the same thread, or before `begin`
+        self._pending: deque[Callable[[], object]] = deque()
         self._begun = False
-        self._closing = False  # `close` was called; if it cannot take the lock, the lock's holder closes the file
-        self._writing = 0  # the id of the thread that held the lock last
+        self._closing = False  # `close` was called; the thread that writes closes the file
+        self._writing = 0  # the id of the last thread that took the lock
         self._limit, self._most = limit_bytes, limit_bytes // _PARTS
         self._columns, self._dirty = records.columns_of(plan), False
         recorded = datetime.fromtimestamp(clock(), UTC).isoformat(timespec="milliseconds")
@@ -90,7 +93,7 @@ class Writer:
                 fix=f"give timeline_size at least {least}",
             )
         self._opened: list[int] = []
-        self._moved: list[int] = []  # the descriptor of a moved file, until a new file replaces it
+        self._moved: list[int] = []  # the descriptor of a file that the user moved, until a new file is open
         self._size = 0
         self._parts: list[_Part] = []
         self._kept: _Part | None = None
@@ -103,12 +106,12 @@ class Writer:
             self.begin()
 
     def begin(self) -> None:
-        """Create the file, and write the records received so far. Call it once."""
+        """Create the file and write the records received so far. Must be called only once."""
         with self._or_refused():
             try:
                 self._locked.run(self._begin_first, _LOCK_TIMEOUT)
             finally:
-                if self._pending or self._closing:  # a signal handler or finalizer called a method during it
+                if self._pending or self._closing:  # a signal handler or finalizer called a method meanwhile
                     self._finish_pending(_LOCK_TIMEOUT)
 
     def _begin_first(self) -> None:
@@ -118,16 +121,16 @@ class Writer:
             self._begin()
 
     def check(self, held: Writer | None = None) -> None:
-        """Raise TimelineError if the file could not be created. `held` is a writer that will be closed first.
+        """Raise TimelineError if `begin` would fail. `held` is a writer that will be closed before `begin`.
 
-        Leaves no file behind and changes no existing file.
+        Creates and removes a trial file; changes no existing timeline.
         """
         with self._or_refused():
             if os.path.lexists(self.path):
                 self._refuse_others(held)
             trial = files.rotated(self.path, "check")
             opened: list[int] = []
-            files.remove(trial)  # a process killed in this function left it behind
+            files.remove(trial)  # a process killed during `check` may have left it
             try:
                 try:
                     _write(files.create(trial, opened), self._header(1), 0)
@@ -151,16 +154,16 @@ class Writer:
         self._put(_ONE_EVENT, event.time, lambda: self._append(records.event_line(event)))
 
     def oom(self, report: Mapping[str, Any]) -> None:
-        """Write an out-of-memory report, plain data. Its time is `report["time"]` if present, else now."""
+        """Write an out-of-memory report of JSON types. Its time is `report["time"]` if valid, else the current time."""
         given = report.get("time")
         when = float(given) if isinstance(given, (int, float)) and 0 <= given < MAX_SECONDS else self._clock()
         self._put(Dropped(ooms=1), when, lambda: self._append(records.oom_line(when, report, self._longest)))
 
     def close(self) -> None:
-        """Stop writing. The files stay.
+        """Stop writing and close the file; no file is removed.
 
-        During a write on this thread, or one of more than `_LOCK_TIMEOUT` seconds on another, the file stays open: the
-        writing thread then closes it.
+        If a signal handler calls `close` during a write, or another thread's write takes more than `_LOCK_TIMEOUT`
+        seconds, the writing thread closes the file after its write.
         """
         if os.getpid() != self._pid:
             return
@@ -168,16 +171,16 @@ class Writer:
         _closing_writers[id(self)] = self
         if not self._locked.held_here:
             self._finish_pending(_LOCK_TIMEOUT)
-        if self._pid < 0:  # already closed, perhaps by a finalizer before the append
+        if self._pid < 0:  # the file was closed, so no later call removes the entry
             _closing_writers.pop(id(self), None)
 
     def _close(self) -> None:
         self._shut()
-        self._pid = -1  # no process has this PID, so every later call does nothing, as in a child
+        self._pid = -1  # no process has this PID: later calls do nothing, as in a forked child
         _closing_writers.pop(id(self), None)
 
     def forked(self) -> None:
-        """Close the parent's file in a forked child. Takes no lock: a thread of the parent may have held it."""
+        """Close the inherited file in a forked child. Takes no lock: a thread of the parent may have held it."""
         if os.getpid() != self._pid:
             self._shut()
 
@@ -189,13 +192,13 @@ class Writer:
 
     @property
     def _longest(self) -> int:
-        """The most bytes of one line: it must fit in one file together with a header."""
+        """The most bytes of one line, which must fit into a file together with a header."""
         return min(MAX_LINE, self._most // 2)
 
     def _put(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> None:
         if self._closing or os.getpid() != self._pid:  # a forked child must not write to its parent's file
             return
-        # A signal handler or finalizer interrupted another write, which ends first. So does `begin`.
+        # This call interrupted a write of the same thread, or `begin` has not ended: that call writes the record.
         if self._locked.held_here or not self._begun:
             self._pending.append(lambda: self._put_now(one, when, write, *given))
             return
@@ -218,10 +221,10 @@ class Writer:
                 self._say(message)
 
     def _finish_pending(self, patience: float) -> None:
-        """Write the records that arrived during another write, then close the file if `close` was called.
+        """Write the pending records, then close the file if `close` was called.
 
-        Every holder of the lock calls this after its release. So if another thread holds the lock for more than
-        `patience` seconds, that thread does the work.
+        Waits at most `patience` seconds for another thread that holds the lock. That thread calls this method too,
+        after it has released the lock.
         """
         while self._pending or (self._closing and self._pid == os.getpid()):
             if awaiting(self._writing, self._locked.run, self._do_pending, patience) is None:
@@ -235,8 +238,8 @@ class Writer:
             self._close()
 
     def _put_now(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> str | None:
-        """Write the record. Returns the sentence to log, if any."""
-        if os.getpid() != self._pid or not self._begun:  # closed since `_put` checked: a write would recreate the file
+        """Write the record. Returns a sentence to log, or None."""
+        if os.getpid() != self._pid or not self._begun:  # closed since `_put` checked: do not recreate the file
             return None
         self._writing = threading.get_ident()
         try:
@@ -272,7 +275,8 @@ class Writer:
         return f"the timeline {self.path} is written again; left out: {lost}"
 
     def _sample(self, sample: Sample) -> None:
-        was, self._dirty = self._dirty, True  # until the columns are written, a sample's numbers would be misread
+        # `_dirty` stays True if writing the columns fails, so that the next call writes them.
+        was, self._dirty = self._dirty, True
         line, changed = records.sample_line(sample, self._columns)
         if was or changed:
             self._append(records.columns_line(sample.time, self._columns))
@@ -280,22 +284,22 @@ class Writer:
         self._append(line)
 
     def _append(self, line: bytes) -> None:
-        """Append the line with one write: if the process is killed during it, only this line is lost."""
+        """Append the line with one `write` call: if the process is killed during the call, only this line is lost."""
         if len(line) > MAX_LINE or 2 * len(line) > self._most:
             raise _TooLong
         size = 0
         if self._opened:
             about = os.fstat(self._opened[-1])
             size = about.st_size
-            # False if the file is full, was truncated, or ends in half a line that could not be removed.
+            # False if the file is full, was truncated, or ends in a partial line that `_write` could not remove.
             room = size == self._size and size + len(line) <= self._most
-            if about.st_nlink == 0:  # the file was removed: records written to it would be lost
+            if about.st_nlink == 0:  # the file was removed: its records would be lost
                 self._shut()
                 self._pending_message = f"the timeline {self.path} was removed: it is begun anew"
             elif not self._in_place(about) and not self._follow(about):
                 self._replace_moved(room)
             elif not room:
-                self._rename(size, own=True)  # before the close: if the rename fails, the file stays open
+                self._rename(size, own=True)  # before `_shut`: if the rename fails, the file stays open
                 self._shut()
         if not self._opened:
             self._begin()
@@ -303,8 +307,8 @@ class Writer:
         self._size += len(line)
 
     def _adopt_existing(self) -> None:
-        """Treat existing files with this name or a part's name as an earlier run's. Raises if one of these files must
-        not change."""
+        """Treat existing files with the timeline's name or the name of a part as parts of an earlier run. Raises
+        TimelineError if the file with the timeline's name must not be changed."""
         for number, path in files.numbered(self.path):
             self._number = max(self._number, number + 1)
             if files.is_ours(path):
@@ -315,14 +319,14 @@ class Writer:
         self._keep_earlier()
 
     def _keep_earlier(self) -> None:
-        """Make the existing file a part of an earlier run, or remove it if it is empty."""
+        """Rename the existing file to a part of an earlier run, or remove it if it is empty."""
         if size := os.lstat(self.path).st_size:
             self._rename(size, own=False)
         else:
             files.remove(self.path)
 
     def _refuse_others(self, held: Writer | None) -> None:
-        """Raise if the existing file must not be changed, or is being written (unless by `held`)."""
+        """Raise TimelineError if the existing file must not be changed, or if a writer except `held` has it open."""
         if (why := files.why_not_ours(self.path)) is not None:
             raise TimelineError(
                 f"{self.path}: {why}", fix="name another file; memguard overwrites only its own timelines"
@@ -345,8 +349,8 @@ class Writer:
         )
 
     def _wait_for_closing_writer(self) -> bool:
-        """Wait until a closed writer of this file has finished a write on another thread. True if no writer uses the
-        file afterwards."""
+        """Wait for unfinished writes of closed writers to this file on other threads. True if no writer then has the
+        file open."""
         for one in list(_closing_writers.values()):
             if one._pid == os.getpid() and not one._locked.held_here and one._writes(self.path):
                 one._finish_pending(_CLOSING_TIMEOUT)
@@ -361,7 +365,7 @@ class Writer:
     def _begin(self) -> None:
         self._make_room()
         if files.is_ours(self.path) and not files.in_use(self.path):
-            # The file of an attempt that could not write its header, or an earlier file that was restored.
+            # Left by an attempt that could not write the header, or put back by the user.
             self._keep_earlier()
         handle = files.create(self.path, self._opened)
         self._head = self._head._replace(part=self._number)
@@ -379,17 +383,18 @@ class Writer:
         return records.header_line(head, self._columns)
 
     def _in_place(self, about: os.stat_result) -> bool:
-        """True if the path still leads to the open file."""
+        """True if the timeline's path still refers to the open file."""
         try:
             there = os.lstat(self.path)
             return there.st_ino == about.st_ino and there.st_dev == about.st_dev
         except (FileNotFoundError, NotADirectoryError):
             return False
-        except OSError:  # the path is unreadable: the file may still be there
+        except OSError:  # the path cannot be read, for example for lack of permission: assume that it is unchanged
             return True
 
     def _follow(self, about: os.stat_result) -> bool:
-        """If the folder was moved, continue in its new place. False if only the file was moved, or was not found."""
+        """If the user moved the folder, change `path` to the new place and return True. False if only the file was
+        moved, or if the new place is unknown."""
         if os.path.isdir(os.path.dirname(self.path)):
             return False
         try:
@@ -406,10 +411,11 @@ class Writer:
         return True
 
     def _replace_moved(self, room: bool) -> None:
-        """Create a new file in place of one that was moved away. Until that succeeds, write to the moved file."""
+        """Create a new file after the user moved the current one. If that fails, keep writing to the moved file, unless
+        `room` is False."""
         self._moved, size = self._opened, self._size
         self._opened = []
-        self._number += 1  # the moved file keeps its number
+        self._number += 1  # the moved file has the old number
         try:
             self._begin()
         except OSError:
@@ -430,8 +436,9 @@ class Writer:
         self._number += 1
 
     def _make_room(self) -> None:
-        """Free space for a new file and for the next thinning."""
-        os.stat(os.path.dirname(self.path))  # raises if the folder is missing: it may be restored, so keep its parts
+        """Thin or remove the oldest parts until the limit allows a new file and the next thinning."""
+        # Raises if the folder is missing. It may come back, so the loop must not forget the parts in the folder.
+        os.stat(os.path.dirname(self.path))
         while self._parts and self._held() > self._limit - 2 * self._most:
             oldest = next((part for part in self._parts if not part.own), self._parts[0])
             if oldest.own:
@@ -444,7 +451,7 @@ class Writer:
         return sum(part.size for part in self._parts) + (self._kept.size if self._kept else 0)
 
     def _thin(self, oldest: _Part) -> None:
-        from memguard._timeline.parse import Parser  # imported here because only a full timeline needs it
+        from memguard._timeline.parse import Parser  # imported here because only a full timeline needs them
         from memguard._timeline.thinning import thin
 
         kept = _Part(0, files.rotated(self.path, 0), 0)
@@ -463,7 +470,7 @@ class Writer:
             columns = Parser(kept.path).columns(thinned.columns) if thinned.columns else Columns()
             self._replace(kept.path, b"".join([records.header_line(head, columns), *thinned.lines]))
         except (OSError, ValueError, TypeError, LookupError, TimelineError):
-            # No room to write the result, or a damaged part: drop the oldest part.
+            # The disk has no space for the result, or a part is damaged: remove the oldest part instead.
             with contextlib.suppress(OSError), files.open_regular(oldest.path) as file:
                 self._dropped += Dropped(samples=sum(b',"sample":' in line[:40] for line in file))
             files.remove(oldest.path)
@@ -495,7 +502,7 @@ class Writer:
 
 
 class _TooLong(Exception):
-    """A line that fits in no file."""
+    """A line is too long for a file."""
 
 
 def _discard(trial: str, opened: list[int]) -> None:
@@ -506,7 +513,7 @@ def _discard(trial: str, opened: list[int]) -> None:
 
 
 def _write(handle: int, data: bytes, size: int) -> None:
-    """Append all of the data to a file of `size` bytes, or nothing: a partial write on a full disk is truncated."""
+    """Append the data to a file of `size` bytes. Removes a partial write, as on a full disk, and raises OSError."""
     if os.write(handle, data) != len(data):
         os.ftruncate(handle, size)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # the error that the next write would raise

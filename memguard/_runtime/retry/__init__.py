@@ -1,7 +1,8 @@
-"""Retries a function or block after a GPU out-of-memory error: clears the failed run's frames, frees GPU memory, logs.
+"""Retries a function or block after a GPU out-of-memory error: `memguard.retry`.
 
-`run` controls one call. `failure` classifies errors and clears the failed run's frames, `room` frees memory by trimming
-caches and moving elastic caps, `ranks` detects distributed jobs.
+Before a retry memguard clears the frames of the failed run, which keep tensors alive, and frees GPU memory. The module
+`run` controls one call. `failure` classifies errors and clears frames, `room` frees memory by trimming caches and
+moving elastic caps, `ranks` detects distributed jobs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ __all__ = ["Retry", "retry"]
 
 
 class Same(Protocol):
-    """A decorator that changes no signature."""
+    """A decorator that preserves the signature."""
 
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R]: ...
 
@@ -46,7 +47,7 @@ class Shrinking(Protocol[P, R_co]):
 
 
 class Shrinks(Protocol):
-    """A decorator that adds `forget`."""
+    """A decorator that preserves the signature and adds the method `forget`."""
 
     def __call__(self, function: Callable[P, R], /) -> Shrinking[P, R]: ...
 
@@ -116,7 +117,7 @@ class Retry:
 
 
 def _check(function: Callable[..., Any]) -> None:
-    """Raise TypeError for an object that cannot be retried as a whole."""
+    """Raise TypeError for an object that memguard cannot retry: not callable, a generator function, or a descriptor."""
     if isinstance(function, (classmethod, staticmethod)):
         kind = type(function).__name__
         raise TypeError(f"a {kind} was given to memguard.retry\n    fix: write @{kind} above @memguard.retry()")
@@ -137,7 +138,7 @@ def _check(function: Callable[..., Any]) -> None:
 
 
 def _code(function: Callable[..., Any]) -> Any:
-    """The function that a call runs: for an object, its class's `__call__`."""
+    """The function that a call of `function` runs: for an instance, its class's `__call__`."""
     plain = inspect.isroutine(function) or isinstance(function, (type, functools.partial))
     return function if plain else type(function).__call__
 
@@ -149,7 +150,7 @@ class _LastSize:
         self.size: int | None = None
 
     def first(self, given: int) -> int:
-        """The size of the first run: the remembered size, but at most the caller's argument."""
+        """The size for the first run of a call: the remembered size, but at most the argument `given`."""
         size = self.size
         return given if size is None else min(given, size)
 
@@ -162,7 +163,7 @@ class _LastSize:
 
 
 class _SizeArgument:
-    """Reads the size argument that `shrink` names from each call of a function, and replaces it by a smaller size."""
+    """Reads the argument that `shrink` names from the arguments of each call, and replaces it by a smaller size."""
 
     def __init__(self, function: Callable[..., Any], name: str) -> None:
         self.name, self.fitted = name, _LastSize()
@@ -177,8 +178,8 @@ class _SizeArgument:
                 raise TypeError(f"shrink={name!r}: {_name(function)} has no such argument; it has: {known}")
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """The size argument of this call. None if the arguments do not match the signature: the call itself raises the
-        TypeError."""
+        """The size argument of a call. None if the argument is missing, or if the arguments do not match the signature,
+        so that the call itself raises TypeError."""
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError:
@@ -206,7 +207,7 @@ class _SizeArgument:
 
 
 class _Call:
-    """One call of a function with its retries."""
+    """One call of a decorated function, with its retries."""
 
     def __init__(
         self, policy: Policy, sized: _SizeArgument | None, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -230,7 +231,7 @@ class _Call:
 
 
 def _retried(function: Callable[P, R], policy: Policy, shrink: str | None) -> Callable[P, R]:
-    """Wrap the function with retries. With `shrink` the wrapper has `forget`."""
+    """Wrap the function with retries. With `shrink` the wrapper has the method `forget`."""
     _check(function)
     sized = None if shrink is None else _SizeArgument(function, shrink)
     wrap = _awaited if inspect.iscoroutinefunction(_code(function)) else _called
@@ -254,7 +255,7 @@ def _called(function: Callable[..., Any], policy: Policy, sized: _SizeArgument |
             else:
                 call.fits()
                 return result
-            call.run.prepare()  # outside `except`: nothing references the error any more
+            call.run.prepare()  # outside `except`, so that nothing keeps the error and its frames alive
 
     return runs
 
@@ -299,8 +300,8 @@ class Attempt:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        """Return True, which suppresses the error, if the block should run again. The loop prepares that run after the
-        error is released."""
+        """Return True, which suppresses the error, if the block should run again. The loop prepares the retry after
+        Python has released the error."""
         self.state = "over"
         if error is None or not issubclass(type(error), Exception) or not self._run.again(error):
             return False
@@ -309,7 +310,7 @@ class Attempt:
 
 
 class Attempts:
-    """The attempts of one block. Iteration ends after the first success."""
+    """The iterator that `attempts` returns. It ends after the first successful attempt."""
 
     def __init__(self, policy: Policy, size: int | None) -> None:
         self._run = Run(policy, size)

@@ -1,6 +1,7 @@
-"""Classifies the errors that are retried, as plain data, and clears the frames of a failed run.
+"""Classifies errors for a retry, and clears the frames of a failed run.
 
-A traceback's frames keep their local variables, tensors included, alive. The data hold no exception or array.
+The frames of a traceback keep their local variables alive, tensors included. `Failure` stores only text and numbers, so
+that it keeps no exception and no tensor alive.
 """
 
 from __future__ import annotations
@@ -20,26 +21,28 @@ from memguard._oom import hooks
 from memguard._oom.classify import Classification, ErrorFacts, classify
 
 _WALKED = 100
-"""The most exceptions of one chain that are examined, and whose frames are cleared."""
+"""The most exceptions of one chain of causes that `recognised` examines and `clear_frames` clears."""
 _TEXT, _MOST = 240, 1000
-"""Characters of an error's text in the note on a later error. Whole sentences are kept up to the first number; the
-first sentence is kept up to the second number."""
+"""Limits in characters for an error's text in the note on a later error. `_TEXT`: further sentences are omitted.
+`_MOST`: the first sentence is truncated."""
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[^\sa-z])|\s*\n\s*")
 _SUSPENDS = (
     inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 )  # fmt: skip
 _TRACEBACK: Any = vars(BaseException)["__traceback__"]
-"""BaseException's own descriptor, because an exception class may override the attribute."""
+"""The descriptor of `BaseException`, because an exception class may override `__traceback__`."""
 
 
 class Failure(NamedTuple):
-    """One failed run. Sizes are bytes; None if unknown.
+    """A run that failed for lack of GPU memory. Sizes are bytes; None if unknown.
 
     requester   the framework or library that requested memory
-    request     the record of the refused request, if the allocator reported it
+    requested   the requested bytes
+    certain     True if the requester is certain
+    request     the refused request, if the allocator reported it to memguard
     error_text  type and text of the error, in one line
-    in_use      the live arrays of each framework when the error was caught, by UUID and name
-    held        the memory that each framework had taken from the driver at that time, by UUID and name
+    in_use      bytes of each framework's live arrays when the error was caught, by UUID and name
+    held        bytes of each framework's allocator at that time, by UUID and name
     """
 
     requester: str | None
@@ -62,9 +65,9 @@ class Failure(NamedTuple):
 def recognised(error: BaseException, outer: int | None = None) -> Failure | None:
     """The `Failure` of an error that is, or was caused by, a GPU out-of-memory error; None for other errors.
 
-    An error whose type and text leave the cause open counts too: a retry may help, and a second failure reaches the
-    program. A group counts only if all its members do, because a retry would discard the other errors. `outer` is the
-    `id` of an exception that was being handled when the run began. It does not belong to the run.
+    Errors that may be, but need not be, out-of-memory errors are accepted: a retry may help, and the program gets the
+    error of the last run. An exception group is accepted only if all its members are, because a retry discards their
+    errors. `outer` is the `id` of an exception that the program was already handling before the run; it is ignored.
     """
     found = _look(error, outer, set())
     if found is None:
@@ -80,7 +83,8 @@ def recognised(error: BaseException, outer: int | None = None) -> Failure | None
 
 
 def first_sentences(text: str) -> str:
-    """The first sentences of the text, in one line: requested size and holders, without the advice after them."""
+    """The first sentences of the text, in one line. They usually have the requested size and the memory in use; advice
+    follows them."""
     found = ""
     sentences = [" ".join(one.split()) for one in _SENTENCE.split(text.strip())]
     for one in sentences:
@@ -111,9 +115,10 @@ def _look(error: BaseException, outer: int | None, known: set[int]) -> tuple[Err
 
 
 def clear_frames(error: BaseException, outer: int | None = None) -> None:
-    """Clear the finished frames of the error, its causes, its contexts and the members of groups.
+    """Clear the finished frames of the error, its causes, its contexts and the members of exception groups.
 
-    `outer` is the `id` of an exception that the caller was already handling. Its frames and its chain are not cleared.
+    `outer` is the `id` of an exception that the program was already handling before the run. Its frames, causes and
+    contexts are not cleared.
     """
     known: set[int] = set()
     waiting: list[BaseException | None] = [error]
@@ -130,14 +135,14 @@ def clear_frames(error: BaseException, outer: int | None = None) -> None:
 def _clear_trace(trace: TracebackType | None) -> None:
     while trace is not None:
         if _is_over(trace.tb_frame):
-            with contextlib.suppress(RuntimeError):  # the frame runs, or (Python 3.13 on) is suspended
+            with contextlib.suppress(RuntimeError):  # the frame is running, or (from Python 3.13 on) suspended
                 trace.tb_frame.clear()
         trace = trace.tb_next
 
 
 def _is_over(frame: FrameType) -> bool:
-    """False for the frame of a resumable generator or coroutine: up to Python 3.12, `clear` would end it."""
+    """False for the frame of a generator or coroutine that may be resumed: up to Python 3.12, `clear` would end it."""
     if not frame.f_code.co_flags & _SUSPENDS or sys.version_info >= (3, 13):
         return True
-    # A frame owns its code and variables only after its generator has finished.
+    # Until a generator has finished, `gc.get_referents` of its frame omits the frame's code and variables.
     return any(one is frame.f_code for one in gc.get_referents(frame))

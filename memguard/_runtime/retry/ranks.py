@@ -1,7 +1,7 @@
-"""Detects whether this process is one of several ranks, where one rank must not retry alone.
+"""Detects whether this process is one of several ranks of a distributed job, in which a rank must not retry alone.
 
-The healthy ranks wait in a collective (NCCL cannot cancel one), and a rank that repeats a collective misaligns the
-others. Detection imports nothing: it reads only `sys.modules` and the environment.
+The other ranks wait in a collective, which NCCL cannot cancel. If one rank repeats its collectives, they no longer
+match those of the other ranks. Detection imports nothing: it reads only `sys.modules` and the environment.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _HOROVOD = ("horovod.torch", "horovod.tensorflow", "horovod.tensorflow.keras", "
 
 
 class Signs(NamedTuple):
-    """Evidence of several ranks: the number of ranks that each loaded library reports, and the environment."""
+    """The data for `several`: the number of ranks that each loaded library reports, and the environment variables."""
 
     libraries: Mapping[str, int]
     environ: Mapping[str, str]
 
 
 def several(signs: Signs) -> str | None:
-    """The evidence for more than one rank, as the end of a sentence; None without evidence. Pure."""
+    """A clause with the evidence for more than one rank, for a message; None without evidence."""
     for name, size in signs.libraries.items():
         if size > 1:
             return f"{name} has {size} ranks"
@@ -36,12 +36,12 @@ def several(signs: Signs) -> str | None:
 
 
 def signs() -> Signs:
-    """Read the current signs."""
+    """Read the current `Signs`."""
     found = {}
     for name, ask in _ASK.items():
         try:
             size = ask()
-        except Exception as failure:  # another version of that library may lack the function
+        except Exception as failure:  # another version of the library may lack the function
             _log.debug("how many ranks %s has is unknown: %s", name, text_of(failure))
             continue
         if size is not None:
@@ -73,4 +73,4 @@ _ASK: Mapping[str, Callable[[], int | None]] = {
     "MPI": _mpi,
     "Horovod": _horovod,
 }
-"""The readers of the number of ranks, by library: the frameworks', MPI and Horovod."""
+"""By library (frameworks, MPI, Horovod), the function that reads the number of ranks."""

@@ -1,7 +1,8 @@
-"""Frees memory for a retry by trimming caches and raising the elastic cap. No other module in `retry/` uses the guard.
+"""Frees memory for a retry: trims caches and raises the elastic cap of the framework whose request failed.
 
-A retry allocates everything again: the memory that its framework held in the failed run, and the request that failed.
-So this module compares figures from before and after the frames are cleared. Without a budget it does nothing.
+A retry needs the memory that the framework held in the failed run, and the request that failed. So this module compares
+the framework's memory before and after the frames are cleared. Without a budget it does nothing. It is the only module
+in `retry/` that uses the guard, the object that applies the budget.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from memguard._runtime.retry.failure import Failure
 from memguard._runtime.runtime import this
 
 _ATTEMPTS = 4
-"""The most calls of `make_room` with a reduced size. The GPU or the caps may limit what a call frees."""
+"""The most calls of `Guard.make_room` with a reduced size after the GPU or the caps did not allow a larger size."""
 
 if TYPE_CHECKING:
     from memguard._base.framework_spec import CacheName, FrameworkName
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 class RoomMade(NamedTuple):
     """The memory freed before a retry, in bytes.
 
-    freed     the decrease of memory in use since the failed run's frames were cleared; None without a budget
-    returned  the bytes that each framework gave back, by NVML
-    cap       the requester's cap before and after; None if it did not move
-    live      the bytes that siblings hold in live arrays above their min, or above a fixed cap
-    uuid      the GPU; None if unknown
+    freed     the decrease of bytes in use by clearing the failed run's frames; None without a budget
+    returned  the bytes that each framework returned to the driver, by NVML
+    cap       the cap of the requesting framework before and after; None if it did not change
+    live      by name, bytes of live arrays that another framework has above its min, or above a fixed cap
+    uuid      the UUID of the GPU; None if unknown
     """
 
     freed: int | None = None
@@ -47,14 +48,14 @@ class RoomMade(NamedTuple):
 
 
 def active() -> Guard | None:
-    """The guard of the budget in effect; None without one. Does not apply MEMGUARD_CONFIG."""
+    """The guard of the budget in effect; None without a budget. Does not apply MEMGUARD_CONFIG."""
     session = this.session
     return session.guard if session is not None and session.active else None
 
 
 def capturing() -> bool:
-    """Whether this thread is capturing a CUDA graph, as far as frameworks report it."""
-    if suspension.now is not None:  # a process with a capture cannot be suspended
+    """True if a framework reports that this thread is capturing a CUDA graph."""
+    if suspension.now is not None:  # a process cannot be suspended during a capture
         return False
     try:
         guard = active()
@@ -68,16 +69,16 @@ def capturing() -> bool:
 
 
 def with_figures(failure: Failure) -> Failure:
-    """Add the frameworks' memory before the frames are cleared. Unchanged without a budget, or if the driver fails."""
+    """Add the frameworks' current memory to `failure`; no change without a budget, or if the driver fails."""
     sample = _sample()
     return failure if sample is None else failure._replace(in_use=_of(sample, "in_use"), held=_of(sample, "held"))
 
 
 def make_room(failure: Failure) -> RoomMade:
-    """Trim all idle caches and raise the cap as far as possible, after the frames of the failed run are cleared.
+    """Trim all idle caches and raise the cap as far as possible. Called after the failed run's frames are cleared.
 
-    That frees more than the failed request needs. The run's later requests are unknown, and another failed run costs
-    more than refilling caches.
+    This frees more memory than the failed request needs, because the later requests of the run are unknown, and another
+    failed run costs more than refilling caches.
     """
     guard, now = active(), _sample()
     if guard is None or now is None:
@@ -95,7 +96,7 @@ def make_room(failure: Failure) -> RoomMade:
     device, requester = _device(guard, failure), failure.requester
     uuid = None if device is None else device.uuid
     if device is None or requester is None or requester not in guard.frameworks:
-        # No framework of the budget requested the memory: a library, whose memory is outside every cap.
+        # A library requested the memory, or a framework outside the budget: there is no cap to raise.
         return RoomMade(freed, returned, uuid=uuid)
     cap = guard.device_plan(device.uuid).caps.get(requester)
     room = _raise(guard, failure, cast("FrameworkName", requester), device, returned)
@@ -105,8 +106,8 @@ def make_room(failure: Failure) -> RoomMade:
 
 
 def _raise(guard: Guard, failure: Failure, requester: FrameworkName, device: Device, returned: dict[str, int]) -> Room:
-    """Raise the cap to the framework's max. If that is not possible, try smaller caps, down to the failed run's
-    memory."""
+    """Raise the cap to the framework's max. If the memory is not available, try smaller caps, down to the memory of the
+    failed run plus its failed request."""
     now = _sample()
     held = 0 if now is None else _of(now, "held").get(device.uuid, {}).get(requester, 0)
     refused = failure.request.held if failure.request is not None else None
@@ -126,7 +127,7 @@ def _raise(guard: Guard, failure: Failure, requester: FrameworkName, device: Dev
 
 
 def announce(failure: Failure, done: RoomMade, text: str) -> None:
-    """Write a retry event to the timeline and pass it to the `on_event` callbacks."""
+    """Write an event of kind `retry` to the timeline and pass it to the `on_event` callbacks."""
     session = this.session
     if session is not None and session.active:
         size = sum(done.returned.values())
@@ -140,7 +141,7 @@ def _add(returned: dict[str, int], more: Mapping[str, int]) -> None:
 
 
 def _device(guard: Guard, failure: Failure) -> Device | None:
-    """The GPU of the failed request, found as in an out-of-memory report."""
+    """The GPU of the failed request, determined as for out-of-memory reports; None if unknown."""
     parts = guard.plan.devices
     if len(parts) == 1:
         return parts[0].device
@@ -152,13 +153,13 @@ def _sample() -> Sample | None:
     guard = active()
     try:
         return guard.sample() if guard is not None else None
-    except Exception as failure:  # a GPU is lost
+    except Exception as failure:  # for example because a GPU is lost
         _log.debug("no figures before another run: %s", text_of(failure))
         return None
 
 
 def _of(sample: Sample, field: str) -> dict[str, dict[str, int]]:
-    """One known figure of each framework, by UUID and name."""
+    """The figure `field` of each framework that reports it, by UUID and name."""
     return {
         device.uuid: {
             name: size for name, one in device.frameworks.items() if (size := getattr(one, field)) is not None

@@ -22,8 +22,8 @@ Ranks = Literal["refuse", "independent"]
 
 @dataclass(frozen=True)
 class Policy:
-    """The arguments of `memguard.retry`. `times` None allows one retry, or with `shrink` as many as the size can
-    shrink."""
+    """The arguments of `memguard.retry`. If `times` is None, there is one retry, or with `shrink` one for each size
+    down to `floor`."""
 
     times: int | None = None
     floor: int = 1
@@ -46,9 +46,9 @@ class Policy:
 
 
 class Run:
-    """One call, from its first run to its last. Never keeps an exception, a traceback or a frame.
+    """The state of one call over its runs. Stores no exception, traceback or frame.
 
-    `size`: the size for the next run; None without a shrinking argument. `name`: the name of that argument.
+    `size`: the size for the next run; None without `shrink`. `name`: the name of the argument that `shrink` names.
     """
 
     def __init__(self, policy: Policy, size: int | None = None, name: str = "size") -> None:
@@ -60,12 +60,12 @@ class Run:
         self.most = once if policy.times is None else policy.times if size is None else min(policy.times, once)
 
     def begin(self) -> None:
-        """Called before each run: remember the id of the exception that is already being handled, if any."""
+        """Call before each run: stores the id of the exception that the program is already handling, if any."""
         outer = sys.exc_info()[1]
         self._outer = None if outer is None else id(outer)  # valid: the exception lives while it is handled
 
     def again(self, error: BaseException) -> bool:
-        """Decide whether to retry. Before a retry, clear the error's frames; without one, add a note to the error."""
+        """Return True to retry after `error`, and clear its frames. Otherwise add a note to the error."""
         try:
             return self._again(error)
         except Exception as failure:  # an error in memguard must not replace the user's error
@@ -91,8 +91,8 @@ class Run:
         return True
 
     def prepare(self) -> None:
-        """Prepare a retry after the error is released: collect garbage, free GPU memory, shrink the size, and log
-        it."""
+        """Prepare a retry: collect garbage, free GPU memory, reduce the size and log the retry. Call it after the error
+        is released."""
         failure, self._failure = self._failure, None
         if failure is None:
             return
@@ -123,7 +123,7 @@ class Run:
         return None if why is None else _several_ranks(why)
 
     def _over(self) -> str:
-        """The note on the last out-of-memory error, after which there is no retry."""
+        """The note on the last out-of-memory error, which is raised because no retry is left."""
         if self.size is None:
             return _history(self._runs, "Each time a GPU ran out of memory.")
         if halved(self.size, self.policy.floor, self.policy.multiple) is not None:
@@ -137,18 +137,18 @@ class Run:
 
 
 def lowest(floor: int, multiple: int) -> int:
-    """The smallest possible size: the floor, rounded up to the multiple."""
+    """The smallest permitted size: `floor`, rounded up to a multiple of `multiple`."""
     return -(-floor // multiple) * multiple
 
 
 def halved(size: int, floor: int = 1, multiple: int = 1) -> int | None:
-    """Half the size, rounded down to the multiple, but not below the floor. None if the result is not smaller."""
+    """Half the size, rounded down to a multiple, but at least `lowest`. None if that is not smaller than `size`."""
     half = max(size // 2 // multiple * multiple, lowest(floor, multiple))
     return half if half < size else None
 
 
 def steps(size: int, floor: int = 1, multiple: int = 1) -> int:
-    """The number of times that the size can shrink."""
+    """The number of times that the size can be halved before it reaches `lowest`."""
     count, now = 0, halved(size, floor, multiple)
     while now is not None:
         count, now = count + 1, halved(now, floor, multiple)
@@ -167,12 +167,12 @@ def _several_ranks(why: str) -> str:
 
 
 def _not_retried(why: str) -> str:
-    """The note on an error without any retry."""
+    """The note on an error after which nothing was retried. `why`: the reason."""
     return f"memguard did not run it again: {why}"
 
 
 def _room_made(what: RoomMade, requester: str | None) -> str:
-    """A sentence without a full stop about the freed memory. `requester` can return only its own cache."""
+    """A sentence about the freed memory, without a full stop. `requester`: the framework whose request failed."""
     parts = []
     if what.freed:
         parts.append(f"the failed run let go of {format_size(what.freed)}")
@@ -191,7 +191,7 @@ def _room_made(what: RoomMade, requester: str | None) -> str:
 
 
 def _history(runs: Sequence[str], end: str) -> str:
-    """The note on the final error, with a line for each run. `end`: the reason why there is no further run."""
+    """The note on the final error, with a line for each run. `end`: a sentence with the reason for no further run."""
     lines = [f"memguard ran it {len(runs) + 1} times. {end}"]
     lines += [f"  run {number}: {text}" for number, text in enumerate(runs, 1)]
     return "\n".join([*lines, f"  run {len(runs) + 1}: this error"])
