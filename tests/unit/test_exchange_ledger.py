@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections import Counter
@@ -104,11 +105,11 @@ class Setting:
 
 
 class Loans(ModuleType):
-    """`exchange.loans` as the reader sees it."""
+    """`lifetimes` as the reader sees it: by names that it looks up in a module which it does not import."""
 
     def __init__(self) -> None:
         super().__init__(LOANS)
-        self.kept: Counter[int] = Counter()
+        self.held_for_processes: Counter[int] = Counter()
         self.open: dict[int, dict[str, dict[str, int]]] = {}
         self.once: dict[str, int] = {}
 
@@ -121,7 +122,8 @@ class Loans(ModuleType):
 
 @pytest.fixture
 def loans(monkeypatch: pytest.MonkeyPatch) -> Loans:
-    module = Loans()
+    module, real = Loans(), importlib.import_module(LOANS)
+    assert all(hasattr(real, name) for name in ("held_for_processes", "lent", "lent_by")), "as the real one has them"
     monkeypatch.setitem(sys.modules, LOANS, module)
     return module
 
@@ -198,7 +200,7 @@ def test_a_row_that_has_a_note_already_gets_both() -> None:
 def test_a_simulated_process_lends_nothing(loans: Loans) -> None:
     """Its GPUs have CUDA's numbers, and what is lent is lent on real ones."""
     loans.open, loans.once = {0: {"torch": {"jax": GIB}}}, {"torch": GIB}
-    loans.kept[0] = GIB
+    loans.held_for_processes[0] = GIB
     setting = Setting()
     setting.host.simulated = True  # type: ignore[misc]
     setting.live()
@@ -228,14 +230,14 @@ def test_memory_held_for_other_processes_has_a_row_of_its_own(loans: Loans) -> N
     assert setting.figures("overhead", "unaccounted", "exchange") == [612, 0, None], "no row where there is none"
     assert "exchange" not in setting.sample().frameworks
     setting.host.take(setting.gpu, 3 * GIB)
-    loans.kept[0] = 3 * GIB
+    loans.held_for_processes[0] = 3 * GIB
     assert setting.figures("overhead", "unaccounted", "exchange") == [612, 0, 3072]
     row = setting.row("exchange")
     assert (row.kind, row.enforcement, row.cap) == ("framework", "watched", None)
     assert (row.bytes, row.in_use, row.cached, row.reclaimable) == (3 * GIB, 3 * GIB, 0, 0)
     seen = setting.sample()
     assert tuple(seen.frameworks["exchange"]) == (3 * GIB, 3 * GIB, 0, None) and seen.unaccounted == 0
-    loans.kept[0] = 0
+    loans.held_for_processes[0] = 0
     setting.host.give(setting.gpu, 3 * GIB)
     assert setting.figures("overhead", "unaccounted", "exchange") == [612, 0, None]
     assert "exchange" not in setting.sample().frameworks
@@ -245,7 +247,7 @@ def test_pressure_timeline_and_replay_take_such_a_row(loans: Loans, tmp_path: Pa
     setting = Setting()
     setting.live()
     setting.host.take(setting.gpu, 3 * GIB)
-    loans.kept[0] = 3 * GIB
+    loans.held_for_processes[0] = 3 * GIB
     samples = [Sample(float(n), (setting.sample(),)) for n in range(20)]
     state = START
     monitor = from_mapping({"version": 1, "monitor": {}, "frameworks": {"torch": {"share": "5%"}}}).monitor
