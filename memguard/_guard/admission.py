@@ -94,8 +94,8 @@ class Admission:
         return bool(self.queue.prune().active)
 
     def read_reserved_not_taken(self, framework: str, uuid: str) -> int:
-        """Like `reserved_not_taken`, but read `in_use` from the framework. Takes no lock, because an allocation may
-        call it."""
+        """Like `reserved_not_taken`, but reads `in_use` from the framework. Takes no lock, because an allocation may
+        call this method."""
         return (
             0
             if self.queue.current is EMPTY
@@ -115,7 +115,8 @@ class Admission:
     # require
 
     def fits(self, framework: str, needed: int, device: Device) -> bool:
-        """True if `needed` more bytes fit on `device` in addition to all reservations. Trims no cache."""
+        """True if `framework` can allocate `needed` more bytes on `device` in addition to all reservations. Trims no
+        cache."""
         return self._read_snapshot(framework, needed, device, queue.enclosing_tickets()).fits
 
     def require(self, framework: str, needed: int, device: Device) -> None:
@@ -146,8 +147,8 @@ class Admission:
             )  # retry while these values change, because another thread may be allocating
 
     def _make_room(self, framework: str, needed: int, snapshot: Snapshot, again: Callable[..., Snapshot]) -> Room:
-        """Raise the framework's cap and trim other frameworks' caches, leaving reserved memory available. Callers hold
-        the guard's lock."""
+        """Raise the framework's cap and trim other frameworks' caches, leaving reserved memory available. Returns
+        the changes as a `Room`. Callers hold the guard's lock."""
         caps, elastic, device = self._caps, self._elastic, snapshot.device_plan.device
         if why := elastic.why_trim_forbidden():
             _log.info("%s: nothing is trimmed", why.text)
@@ -156,7 +157,7 @@ class Admission:
         if again(cap=refusals.highest_cap(snapshot.device_plan, framework)).result.refusal is not None:
             return Room({}, None, 0, {})  # reclaim is useless: even the highest possible cap refuses the request
         room = elastic.reclaimer.make_room(device, framework, footprint + snapshot.result.reserved_under_cap)
-        if snapshot.reservations is not EMPTY and (still := again().result.trim):  # reserved memory must also be free
+        if snapshot.reservations is not EMPTY and (still := again().result.trim):  # trims that the reservations need
             elastic.trim_idle(still, device)
         return room
 
@@ -165,7 +166,8 @@ class Admission:
     def begin(
         self, name: str, framework: str, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """Begin a workload that reserves `needs` until it ends. Blocks the calling thread for at most `wait`."""
+        """Begin a workload that reserves `needs` until its end. Blocks the calling thread for at most `wait`. Returns
+        the report, and the function to call at the workload's end."""
         report, ticket = WorkloadReport(name, framework), None
         work = self._workload_request(report, needs, wait)
         if work is None:
@@ -182,7 +184,7 @@ class Admission:
     async def begin_in_loop(
         self, name: str, framework: str, needs: int | str | None, wait: float | str | None
     ) -> tuple[WorkloadReport, End]:
-        """Like `begin`, but does not block the event loop while it waits."""
+        """Like `begin`, but does not block the event loop during the wait."""
         report, ticket = WorkloadReport(name, framework), None
         work = self._workload_request(report, needs, wait)
         if work is None:
@@ -230,7 +232,7 @@ class Admission:
         each further attempt. Raises BudgetExceeded at the deadline, or as soon as waiting cannot succeed."""
         pause, waits = _FIRST_PAUSE, False
         while True:
-            if suspension.now is not None:  # the process was suspended: no memory can be reserved until `resume`
+            if suspension.now is not None:  # no memory can be reserved before `resume`
                 if time.monotonic() >= work.deadline:
                     raise suspension.refused(f"workload {work.name!r}")
                 yield min(_LAST_PAUSE, work.deadline - time.monotonic())
@@ -244,7 +246,7 @@ class Admission:
             del error, refused
             if not waits:
                 waits = self._queue(work)
-                continue  # without a pause: a workload that ended before `_queue` did not wake this one
+                continue  # retry without a pause, because a workload that ended before `_queue` did not wake this one
             yield min(pause, work.deadline - now)
             pause = min(2 * pause, _LAST_PAUSE)
         report.waited = time.monotonic() - work.began if waits else 0.0
@@ -257,8 +259,8 @@ class Admission:
                 return True
 
     def _try(self, work: _Work) -> tuple[BudgetExceeded, bool] | None:
-        """Reserve the memory and return None, or return the error and True if waiting cannot succeed. The loop retries,
-        at most `_MAX_ATTEMPTS` times, if another thread changed reservations or caps between the reading and the
+        """Reserve the memory and return None. On failure, return the error, and whether waiting cannot succeed. Retries
+        at most `_MAX_ATTEMPTS` times if another thread changed reservations or caps between the reading and the
         compare-and-swap.
         """
         rooms: dict[str, Room] = {}
@@ -284,7 +286,7 @@ class Admission:
                 return refusals.trim_failed(work.framework, work.needed, short), False
             elif not result.reserved or number >= _MAX_READINGS or before == (short.reservations, short.in_use):
                 return self._refused(work, short, rooms[uuid])
-            before = short.reservations, short.in_use  # retry while they change: another thread may be allocating
+            before = short.reservations, short.in_use  # retry while these values change
 
     def _snapshot_for(
         self, work: _Work, device: Device, reservations: Reservations | None = None, cap: int | None = None
@@ -429,7 +431,7 @@ class Admission:
         frameworks = self._caps.frameworks
         first = frameworks if all_frameworks else frameworks_to_read(reservations, request)
         usages = self._usages(first, device_plan)
-        memory = self._caps.host.memory(device)  # read last: bytes allocated in between count twice, not zero times
+        memory = self._caps.host.memory(device)  # read last, so that new bytes count twice rather than not at all
         result = self._admit(reservations, request, device_plan, usages, memory)
         if result.refusal is not None and not all_frameworks:
             usages = self._usages(frameworks, device_plan)
@@ -450,8 +452,8 @@ class Admission:
         usages: Mapping[str, Usage | None],
         memory: MemoryInfo,
     ) -> AdmissionResult:
-        """Call `admit`. If several frameworks share the allocator, its refusal is converted to the requesting
-        framework's figures."""
+        """Call `admit` and return its result. If several frameworks share the allocator, convert the refusal to the
+        requesting framework's figures."""
         name, allocator = request.framework, shared_pool.allocator_of(device_plan, request.framework)
         if request.before and self._within_min(request, device_plan, usages.get(allocator)):
             sharers = shared_pool.clients(device_plan, allocator)
@@ -466,15 +468,15 @@ class Admission:
         )
 
     def _within_min(self, request: Request, device_plan: DevicePlan, own: Usage | None) -> bool:
-        """True if the request keeps the allocator within its guaranteed bytes: the min of an elastic cap, or the whole
-        fixed cap."""
+        """True if the request keeps the allocator within its guaranteed bytes (the min of an elastic cap, or the whole
+        fixed cap)."""
         least = device_plan.elastic.get(request.framework, (device_plan.caps[request.framework], 0))[0]
         sharers = shared_pool.clients(device_plan, shared_pool.allocator_of(device_plan, request.framework))
         taken = (policy.in_use(own) or 0) + sum(self.read_reserved_not_taken(name, request.uuid) for name in sharers)
         return taken + request.footprint <= least
 
     def _usages(self, names: Iterable[str], device_plan: DevicePlan) -> dict[str, Usage | None]:
-        """Read the memory usage of the frameworks `names` and of the allocators that serve these frameworks."""
+        """The memory usage, by name, of the frameworks `names` and of the allocators that serve these frameworks."""
         frameworks, allocators = self._caps.frameworks, self._caps.allocators
         found = {name: frameworks[name].usage(device_plan.device) for name in names if name in frameworks}
         for name in {shared_pool.allocator_of(device_plan, name) for name in found} - {*found}:
@@ -508,8 +510,8 @@ class Admission:
 
 
 def _at_most(framework: str, snapshot: Snapshot, again: Callable[..., Snapshot]) -> Snapshot:
-    """Choose the snapshot that the error reports: if even an elastic framework's highest possible cap refuses the
-    request, a reading with that cap; otherwise `snapshot`."""
+    """The snapshot that the error reports. If even an elastic framework's highest possible cap refuses the request,
+    returns a new reading with the highest possible cap; otherwise `snapshot`."""
     if framework not in snapshot.device_plan.elastic:
         return snapshot
     most = again(cap=refusals.highest_cap(snapshot.device_plan, framework))
@@ -517,8 +519,8 @@ def _at_most(framework: str, snapshot: Snapshot, again: Callable[..., Snapshot])
 
 
 def _contended(work: _Work, snapshot: Snapshot) -> BudgetExceeded:
-    """The error if memory was free at each attempt, but another thread changed reservations or caps before the
-    compare-and-swap."""
+    """The error for a workload that found enough free memory at each attempt, but whose compare-and-swap always failed
+    because other threads had changed reservations or caps."""
     reason = (
         f"{work.framework} needs {format_size(work.needed)}, and other threads changed reservations or caps "
         f"{_MAX_ATTEMPTS} times while this one tried to reserve it"

@@ -49,7 +49,7 @@ _DRIFT_LOCK_TIMEOUT = 1.0
 
 
 class Callbacks:
-    """The session's callbacks that a guard calls. Each is None until the session sets it."""
+    """The session's callbacks that a guard calls. Each callback is None until the session sets the callback."""
 
     def __init__(self) -> None:
         self.event: Callable[[Event], None] | None = None
@@ -70,8 +70,8 @@ class Callbacks:
 class CappedFramework:
     """A framework's adapter, and whether the framework's cap is enforced.
 
-    `drift`: changes by other code after memguard set the cap, because of which the cap is no longer enforced. While
-    `drift` is not empty, `enforcement` is `watched`.
+    `drift`: the changes with which other code ended the enforcement of a cap that memguard had set. While `drift` is
+    not empty, `enforcement` is `watched`.
     """
 
     def __init__(self, framework: Framework) -> None:
@@ -86,12 +86,12 @@ class CappedFramework:
 
     @property
     def drift_reason(self) -> str:
-        """All drift in one sentence, without the framework's name."""
+        """The texts of all changes in `drift`, joined to one sentence without the framework's name."""
         return "; ".join(map(str, self.drift))
 
     @property
     def drift_notes(self) -> list[str]:
-        """One sentence for each drift, which begins with the framework's name."""
+        """One sentence for each change in `drift`. Each sentence begins with the framework's name."""
         return [f"{self.framework.name}: {one}" for one in self.drift]
 
 
@@ -118,7 +118,7 @@ class CapTable:
         self.entries: dict[str, CappedFramework] = {}
         self.frameworks: Mapping[str, Framework] = {}
         """The adapters of `entries` by framework. Each change creates a new mapping, because `LedgerReader` compares
-        its identity."""
+        the mapping's identity."""
         self.allocators: Mapping[str, Allocator] = {}
         """The allocators that the plan's caps limit, by name: each framework's own allocator, and the pool that several
         frameworks share."""
@@ -179,8 +179,8 @@ class CapTable:
         )
 
     def used_by(self, framework: str) -> Sequence[DevicePlan]:
-        """The GPUs to use for a call without `device=`: all GPUs that the framework uses, or the first GPU if it uses
-        none."""
+        """The plans of the GPUs to which a call without `device=` applies. These are all GPUs that the framework uses,
+        or the budget's first GPU if the framework uses none."""
         device_plans = self.plan.devices
         if len(device_plans) == 1:
             return device_plans
@@ -193,7 +193,7 @@ class CapTable:
             self.suspended.refuse("a change of a cap")
         before = self.plan
         plan = policy.with_cap(before, uuid, name, cap)
-        if cap > self.device_plan(uuid).caps[name]:  # if interrupted, `resize` leaves no cap above the plan's
+        if cap > self.device_plan(uuid).caps[name]:  # so that an interrupted `resize` leaves no cap above the plan's
             self.plan = plan
         entry = self.entry(name)
         if entry.enforcement is not Enforcement.PENDING:  # a pending cap is set at the framework's import
@@ -317,8 +317,8 @@ class CapTable:
             self.announce(event)
 
     def drift_of(self, name: str, entry: CappedFramework) -> tuple[Drift, ...]:
-        """Check one framework for changes by other code since its cap was set. If the check fails, returns the recorded
-        drift."""
+        """The changes that other code has made to one framework's cap since memguard set the cap. If the check fails,
+        returns the recorded drift."""
         if entry.enforcement is not Enforcement.ENFORCED and not entry.drift:
             return ()  # memguard has set no cap yet
         try:
@@ -378,8 +378,8 @@ class CapTable:
             _log.warning("%s", sentence)
 
     def _shared_pool(self) -> SharedPool | None:
-        """The adapter of the pool that several frameworks share, before its creation on the GPU; None if no cap is for
-        a shared pool. Raises PlanError if the GPUs are simulated."""
+        """Create the adapter of the pool that several frameworks share, but not yet the pool on the GPU. None if the
+        budget has no shared pool. Raises PlanError if the GPUs are simulated."""
         found = {
             device_plan.device.uuid: shared_pool.caps_of(device_plan).get(POOL) for device_plan in self.plan.devices
         }

@@ -73,8 +73,9 @@ class ElasticCaps:
         """Free memory or raise the cap for a request that an allocator cannot serve. Returns True if the adapter should
         retry the allocation.
 
-        Adapters call this within the failing allocation, without holding a lock of an adapter. It does nothing if the
-        calling thread already holds the guard's lock, or if another thread holds that lock for `_LOCK_TIMEOUT` seconds.
+        Adapters call `shortage` within the failing allocation, without holding a lock of an adapter. Frees nothing and
+        returns False if the calling thread already holds the guard's lock, or if another thread holds the guard's lock
+        for `_LOCK_TIMEOUT` seconds.
         """
         self._thread.last_shortage, caps = None, self._caps
         if caps.stopped or caps.pid != os.getpid():
@@ -228,8 +229,8 @@ class ElasticCaps:
             return sum(max(b - a, 0) for a, b in zip(before, after, strict=True))
 
     def trim_above_cap(self, name: str) -> None:
-        """Trim a framework that holds more than its cap. If it still holds more than its cap after the trim, log a
-        warning and lower elastic caps by their unused memory."""
+        """Trim a framework that holds more than its cap. If the framework still holds more than its cap after the trim,
+        log a warning and lower elastic caps by their unused headroom."""
         entry = self._caps.entry(name)
 
         def above() -> str | None:
@@ -308,7 +309,7 @@ def _why_room_not_requested(framework: Framework | None) -> WhyNoHelp | None:
 
 
 def _with_caps(sample: Sample, plan: Plan) -> Sample:
-    """The sample with the plan's elastic caps in place of its own."""
+    """A copy of the sample with the elastic caps of `plan`."""
     devices, caps = (
         [],
         {

@@ -68,7 +68,7 @@ class Reclaimable:
         }
 
     def __repr__(self) -> str:
-        """One line, for a prompt; `print` shows the table."""
+        """One line for an interactive prompt. `print` shows the table."""
         mark = " (simulated)" if self.simulated else ""
         texts = "; ".join(f"{gpu.name}{mark}: {_total(gpu)} could come back" for gpu in self.devices)
         return shown(f"<Reclaimable {texts or 'of no GPU'}>")

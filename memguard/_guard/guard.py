@@ -83,7 +83,7 @@ class AdmissionOnDemand:
     def get(self) -> Admission:
         """Return the admission control. The first call creates it."""
         if (made := self._made) is None:
-            made = vars(self).setdefault("_first", self._make())  # atomic: two threads get the same one
+            made = vars(self).setdefault("_first", self._make())  # atomic, so that all threads get the same object
             self._made = made
         return made
 
@@ -102,7 +102,7 @@ class AdmissionOnDemand:
         return 0 if self._made is None else self._made.reserved_not_taken(framework, uuid, in_use)
 
     def read_reserved_not_taken(self, framework: str, uuid: str) -> int:
-        """Like `reserved_not_taken`, but read `in_use` from the framework. Takes no lock."""
+        """Like `reserved_not_taken`, but reads `in_use` from the framework. Takes no lock."""
         return 0 if self._made is None else self._made.read_reserved_not_taken(framework, uuid)
 
     def wake(self) -> None:
@@ -242,7 +242,7 @@ class Guard:
         caps.stopped = True  # from here on no report may state that a cap is enforced
         try:
             if self.callbacks.stop is not None:
-                self.callbacks.stop.run()  # without the lock: the monitor thread may be waiting for it
+                self.callbacks.stop.run()  # without the lock, for which the monitor thread may be waiting
         finally:
             with caps.lock, deferred_signals():  # delay KeyboardInterrupt until every cap is undone
                 try:
@@ -272,9 +272,10 @@ class Guard:
             self._real_imports.stop()
 
     def suspend(self, reading: Ledger, figures: Figures, off: Off) -> None:
-        """Switch to the suspended state: until `resumed`, the guard returns `reading` or raises Suspended.
+        """Switch to the suspended state. Until `resumed` is called, the guard's calls return `reading` or raise
+        Suspended.
 
-        Callers hold `caps.lock`. For `figures` see `SuspendedGpus`.
+        Callers hold `caps.lock`. For the parameters see `SuspendedGpus`.
         """
         from memguard._guard.suspended import SuspendedGpus, refusing
 
@@ -289,8 +290,8 @@ class Guard:
             self.caps.suspended = None
 
     def ledger(self) -> Ledger:
-        """Read every GPU. NVML is read before and after the frameworks, and all are read again if NVML's figures
-        changed in between.
+        """Read every GPU. NVML is read before and after the frameworks. If NVML's figures changed in between, NVML and
+        the frameworks are read again.
 
         While the process is suspended, returns the last reading with one more row, which subtracts this process's
         bytes because they are in host memory.
@@ -336,7 +337,8 @@ class Guard:
         return Ledger(time.time(), tuple(ledgers), caps.host.simulated, tuple(notes))
 
     def sample(self) -> Sample:
-        """Read the ledger's figures without building its rows. Fast enough for several calls per second, on any thread.
+        """Read the ledger's figures without building ledger rows. Fast enough for several calls per second on any
+        thread.
 
         Does not take the guard's lock, so that a driver call that hangs here blocks no other thread.
         """
@@ -372,8 +374,8 @@ class Guard:
     def _record_refusal(self, request: RefusedRequest) -> str | None:
         """Record a request that an allocator has refused. Adapters call this. Returns the id of the record.
 
-        It runs within the failing allocation, on the allocating thread. It takes no lock of the guard or the reader,
-        because a thread that holds such a lock may be waiting for the allocator.
+        Runs within the failing allocation, on the allocating thread. Takes no lock of the guard or the reader, because
+        a thread that holds such a lock may be waiting for the allocator.
         """
         caps = self.caps
         device_plan = next((one for one in caps.plan.devices if one.device.uuid == request.uuid), None)
@@ -525,7 +527,7 @@ class Guard:
         return of_sample(self.sample(), self.caps.plan, self.caps.host.simulated)
 
     def __repr__(self) -> str:
-        """One line, for a prompt; `print` shows the plan."""
+        """One line for an interactive prompt. `print` shows the plan."""
         gpus = ", ".join(device_plan.device.name for device_plan in self.plan.devices)
         mark = " (simulated)" if self.host.simulated else ""
         state = "active" if self.active else "not active"
@@ -562,7 +564,7 @@ class Guard:
         """Set the cap of a framework that is being imported. Runs on the importing thread; an error raised here fails
         the import.
 
-        It waits `_IMPORT_LOCK_TIMEOUT` seconds for the lock. After a timeout, `_cap_uncapped` sets the cap later.
+        Waits `_IMPORT_LOCK_TIMEOUT` seconds for the guard's lock. After a timeout, `_cap_uncapped` sets the cap later.
         """
         if self.caps.suspended is not None:  # set the cap when the process resumes
             suspension.defer(lambda: self._imported(name))
@@ -624,7 +626,7 @@ class Guard:
         applying = True
 
         def undo_apply() -> None:
-            if applying:  # a signal handler called `stop`; `undo` may still lack the step of a change being made
+            if applying:  # a signal handler called `stop` during `apply`, which may still add steps to `undo`
                 self.undo.add(name, undo_apply)
             else:
                 undo.run()
@@ -683,7 +685,7 @@ class Guard:
 
     def _warn_where_busy(self) -> None:
         for warning, own in self.busy():
-            if self.budget.on_busy == "raise" and own is not None:  # if None, this process may be the holder
+            if self.budget.on_busy == "raise" and own is not None:  # if `own` is None, this process may be the holder
                 fix = "use another GPU, lower device.limit, or write 'on_busy: warn'"
                 problem = self.budget.problem(("on_busy",), warning, fix)
                 raise PlanError([problem], self.budget.source or "init")

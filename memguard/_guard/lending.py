@@ -5,7 +5,7 @@ frameworks. The rules:
 
 - The free room is the room less the sum, over all frameworks, of the larger of cap and held bytes
   (`_budget.policy.room_left`), because lowering a cap below live arrays frees no memory. If the free room is negative,
-  nothing is lent, and a monitor tick lowers elastic caps by their unused memory.
+  nothing is lent, and a monitor tick lowers elastic caps by their unused headroom.
 - The sum of the caps never exceeds the room, and no cap is below its framework's min. So a framework can always
   allocate up to its min without waiting, however much the other frameworks on the GPU (its siblings) hold.
 - A cap is never lowered below the bytes that its framework holds plus the bytes that the framework's workloads have
@@ -121,10 +121,10 @@ def plan_raise(states: Mapping[str, CapState], room: int, requester: str, wanted
 def _raise_further(
     siblings: Mapping[str, CapState], caps: Mapping[str, int], requester: str, own: CapState, wanted: int, spare: int
 ) -> dict[str, int]:
-    """Raise the cap of `requester` beyond `wanted`: first by free room (`spare` bytes), then by siblings' unused
-    memory. Returns the raised cap and the siblings' caps that it lowers below `caps`.
+    """Raise the cap of `requester` beyond `wanted`, first by free room (`spare` bytes), then by siblings' unused
+    headroom. Returns the raised cap and the siblings' caps that it lowers below `caps`.
 
-    A sibling that can request room keeps half of its unused memory; the other siblings keep their headroom. If
+    A sibling that can request room keeps half of its unused headroom; other siblings keep their whole headroom. If
     `requester` cannot request room, the extra bytes become its headroom.
     """
     step = (
@@ -147,8 +147,8 @@ def rebalance(states: Mapping[str, CapState], room: int) -> dict[str, int]:
     """The caps that change at a monitor tick, lowered caps first, to fill the headroom of frameworks that cannot
     request room.
 
-    Headroom comes from free room, and from unused memory of frameworks that can request room. If the free room is
-    negative, caps are first lowered by unused memory.
+    This headroom comes from free room, and from unused headroom of frameworks that can request room. If the free room
+    is negative, caps are first lowered by their unused headroom.
     """
     spare = room_left(room, [state.cap_and_held for state in states.values()])
     lowered, missing = _lower_unused(states, -spare)
@@ -190,8 +190,11 @@ def plan_call_back(states: Mapping[str, CapState], room: int) -> dict[str, int]:
 
 
 def _lower_unused(states: Mapping[str, CapState], need: int) -> tuple[dict[str, int], int]:
-    """Lower caps by unused memory to free `need` bytes. Returns these caps and the bytes still missing (negative if
-    more was freed). Lowers the caps of frameworks that can request room first, the most unused memory first."""
+    """Lower caps by their unused headroom until `need` bytes of the budget are unassigned. Releases no memory.
+
+    Returns the lowered caps and the bytes still missing (negative if more than `need` became unassigned). Lowers the
+    caps of frameworks that can request room first, and among these the cap with the most unused headroom.
+    """
     caps: dict[str, int] = {}
     unused = {name: state.unused for name, state in states.items()} if need > 0 else {}
     for name in sorted(unused, key=lambda one: (not states[one].requests_room, -unused[one])):
@@ -219,7 +222,7 @@ def reclaimable_caches(usages: Mapping[str, Usage | None], requester: str) -> li
     for name, usage in usages.items():
         if name == requester or usage is None or name in NEVER_GIVE_BACK or usage.held is None or usage.in_use is None:
             continue
-        cached = max(usage.held - usage.in_use, usage.reclaimable or 0)  # they may be read at different times
+        cached = max(usage.held - usage.in_use, usage.reclaimable or 0)  # `reclaimable` may be newer than `held`
         idle = cached if usage.reclaimable is None else usage.reclaimable
         if idle > 0:
             found.append(ReclaimableCache(name, idle, cached, usage.reclaimable is not None))

@@ -111,7 +111,7 @@ class ReservationQueue:
 
     def pruned(self) -> Reservations:
         """The result that `prune` would return. Replaces nothing and takes no lock, because an allocation may call
-        it."""
+        this method."""
         found = self.current
         for number in self._ended(found):
             found = ended(found, number)
@@ -126,8 +126,8 @@ class ReservationQueue:
     ) -> None:
         """End an active or waiting ticket, and wake the waiting tickets.
 
-        `read` returns the bytes in use by UUID of the ticket's framework. `in_use` is an earlier result of `read`, used
-        if the reservations are still `before`.
+        `read` returns the bytes in use of the ticket's framework by GPU UUID. `in_use` is an earlier result of `read`,
+        used if the reservations are still `before`.
         """
         leave(ticket)
         try:

@@ -3,7 +3,7 @@
 `lending` computes the caps and the trims. The siblings of a framework are the other frameworks of the budget on the
 same GPU. Reclaim may run within the failing allocation, on the user's thread, which holds no lock of the requesting
 adapter. The returned bytes are measured as the decrease of this process's memory in NVML during a trim, because
-`torch.cuda.empty_cache()` silently does nothing in a capture or while a `MemPool` is in use.
+`torch.cuda.empty_cache()` silently does nothing in a CUDA graph capture or while a `MemPool` is in use.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class Reclaimer:
         self, device: Device, requester: str, needed: int, *, full: bool = False, by_allocator: bool = False
     ) -> Room:
         """Raise the cap and trim siblings so that `requester` can take `needed` more bytes from the driver.
+        Returns the changes as a `Room`.
 
         `by_allocator`: the requester's allocator could not serve a request, and has already trimmed its own cache.
         `full`: True if the driver refused the request although it fits under the cap.
@@ -117,8 +118,8 @@ class Reclaimer:
         )
 
     def call_back_unused(self, device: Device) -> None:
-        """Lower elastic caps by unused memory if a framework holds more than its cap and so leaves negative free
-        room."""
+        """Lower elastic caps by their unused headroom if a framework holds more than its cap and so leaves negative
+        free room."""
         device_plan = self._caps.device_plan(device.uuid)
         if device_plan.elastic:
             states = self._cap_states(device_plan, self._caps.usages(device))
@@ -167,7 +168,7 @@ class Reclaimer:
                 )
                 if self._set_caps(device_plan, caps):
                     return 0, {}
-                usages.update(self._caps.usages(device))  # a framework allocated more than its new cap meanwhile
+                usages.update(self._caps.usages(device))  # plan again, as a framework now holds more than its new cap
                 continue
             name, size = change.trims[0]
             if not self._trim_partly(name, device, size, returned):
@@ -304,8 +305,8 @@ class Reclaimer:
 def _bytes_to_free(requester: str, device_plan: DevicePlan, own: Usage, needed: int) -> int:
     """The bytes of GPU memory that must be free so that the driver refuses no allocation for the request.
 
-    A pool that never shrinks (the BFC allocator of TensorFlow and XLA) takes regions as large as itself, up to the rest
-    of its cap. It tries smaller regions only after a first failure.
+    A pool that never shrinks (the BFC allocator of TensorFlow and XLA) takes regions as large as the pool itself, up to
+    the rest of its cap. The pool tries smaller regions only after a first failure.
     """
     cap = device_plan.caps.get(requester)
     if requester not in NEVER_GIVE_BACK or cap is None:

@@ -78,7 +78,7 @@ EMPTY = Reservations()
 
 
 def begun(reservations: Reservations, reservation: Reservation, in_use: Mapping[str, int | None]) -> Reservations:
-    """Add `reservation` to the active reservations. `in_use`: the framework's bytes by UUID."""
+    """Add `reservation` to the active reservations. `in_use`: the framework's bytes in use by GPU UUID."""
     bases = dict(reservations.bases)
     for uuid in reservation.uuids if reservation.size else ():
         key, now = (reservation.framework, uuid), in_use.get(uuid)
@@ -93,7 +93,8 @@ def begun(reservations: Reservations, reservation: Reservation, in_use: Mapping[
 
 
 def ended(reservations: Reservations, number: int, in_use: Mapping[str, int | None] | None = None) -> Reservations:
-    """Remove the reservation `number`, active or waiting. `in_use`: the framework's bytes by UUID, None if unknown."""
+    """Remove the reservation `number`, active or waiting. `in_use`: the framework's bytes in use by GPU UUID, None if
+    unknown."""
     reservation = next((one for one in reservations.active if one.id == number), None)
     active = tuple(one for one in reservations.active if one.id != number)
     waiting = tuple(one for one in reservations.waiting if one.id != number)
@@ -137,7 +138,8 @@ def growth(reservations: Reservations, framework: str, uuid: str, in_use: int | 
 def reserved_not_taken(
     reservations: Reservations, framework: str, uuid: str, in_use: int | None, without: Collection[int] = frozenset()
 ) -> int:
-    """The bytes reserved and not yet allocated. `without`: ids of reservations to leave out.
+    """The bytes that workloads of `framework` have reserved on the GPU `uuid` and not yet allocated. `without`: ids of
+    reservations to leave out.
 
     Allocated bytes are attributed to the reservations in `without` first, so that the result is never too small.
     """
@@ -264,7 +266,7 @@ def admit(
     for name, size in reserved.items():
         usage = usages.get(name) or Usage(0, 0)
         cached = cache(usage)
-        free -= max(size - cached, 0)  # its own cache serves the other bytes
+        free -= max(size - cached, 0)  # the allocator's own cache serves the other bytes
         if usage.reclaimable is not None:
             beside[name] = usage._replace(reclaimable=max(cached - size, 0))
         elif cached:

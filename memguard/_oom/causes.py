@@ -40,9 +40,9 @@ class Case:
     """An out-of-memory error on one GPU, and the figures from which its cause and its remedies are computed. Sizes are
     bytes.
 
-    `row` is the ledger row of the framework that requested the memory; None if a library requested it, whose memory no
-    cap limits. `needed`: the requested bytes plus the bytes that the allocator takes in addition. `at_refusal`: True if
-    the requester's figures were read at the refusal. `sampled_free`: the GPU's free memory in the last sample before
+    `row` is the ledger row of the framework that requested the memory; None if the requester is a library, whose memory
+    no cap limits. `needed`: the requested bytes plus the bytes that the allocator takes in addition. `at_refusal`: True
+    if the requester's figures were read at the refusal. `sampled_free`: the GPU's free memory in the last sample before
     the refusal.
     """
 
@@ -137,7 +137,7 @@ class Case:
 
     @cached_property
     def exceeds_cap(self) -> bool:
-        if self.cap_headroom is None:  # only a request above the whole cap certainly exceeds it
+        if self.cap_headroom is None:  # then only a request above the whole cap certainly exceeds the cap
             cap = self.row.cap if self.row is not None else None
             return cap is not None and (self.classification.requested or 0) > cap
         return self.cap_headroom < self.needed
@@ -167,8 +167,8 @@ class Case:
 
     @property
     def _own(self) -> int:
-        """The bytes that the requester's allocator trims before it refuses a request, or that are idle in the shared
-        pool."""
+        """The cached bytes that the requester's allocator returns to the driver before refusing a request. For a shared
+        pool, the pool's idle bytes."""
         if self.others_in_use is not None:
             return sum(row.cached or 0 for row in self.sharers)
         return (self.row.reclaimable or 0) if self.row is not None else 0

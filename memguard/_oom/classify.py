@@ -1,4 +1,4 @@
-"""Finds the memory that ran out from an exception's type and text, by a table of rules. Pure.
+"""Determines from an exception's type and text which memory ran out, by a table of rules. Pure.
 
 Each rule names the memory and explains the match. The first matching rule applies, so the order of the rules matters:
 rules for texts that only resemble an out-of-memory error; for disks, page-locked memory and CPU memory; for certain,
@@ -136,7 +136,7 @@ _GPU_BY_TEXT = (
     Rule("gpu", "TYPE cuda", True, "the call that failed takes device memory", rf"({_DEVICE_CALLS})\w*\b.*{_OOM}"),
     Rule("gpu", "cuda", True, "Thrust's allocator of device memory", "bad_alloc: cudaErrorMemoryAllocation"),
 )  # fmt: skip
-_GPU_POSSIBLY = (  # uncertain: page-locked memory also raises CUDA's error 2, and a status has many causes
+_GPU_POSSIBLY = (  # uncertain, because CUDA's error 2 also means page-locked memory, and a status has many causes
     Rule("gpu", "GROUP", False, "NCCL's buffers", r"(NCCL).*(CUDA [cm]alloc|Cuda failure (2 )?'out of memory)"),
     Rule("gpu", "cuda", False, "error 2 of any call", rf"CUDA (driver )?(failed with )?error:? (2 )?{_OOM}"),
     Rule("gpu", "TYPE cuda", False, "error 2 by name", "CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"),

@@ -84,7 +84,7 @@ class _Record(NamedTuple):
 
 
 class _Shown:
-    """A report printed in full, and the lines for similar reports, which are printed after it.
+    """A report printed in full, and the lines for similar reports, which are printed after the report.
 
     This class uses no lock, because a signal handler may interrupt the thread that holds a lock. Instead, a thread that
     has appended a line checks whether the report is printed, and a thread that has printed the report checks for lines.
@@ -138,7 +138,7 @@ def install(
 
 def uninstall(read: Callable[[], OomContext]) -> None:
     """Undo the `install` call that passed `read`, even if the call was interrupted. Does nothing if another `install`
-    has replaced it."""
+    has replaced that call."""
     installed = _installed
     if installed is not None and installed.read == read:
         installed.undo()
@@ -568,7 +568,7 @@ def _without_hook() -> Callable[[], object] | None:
     call the hook."""
     try:
         caller = sys._getframe(3)
-    except ValueError:  # no third caller: Python itself called the hook
+    except ValueError:  # no third caller, because Python itself called the hook
         return None
     own = caller.f_code
     names = own.co_varnames[: own.co_argcount]

@@ -332,7 +332,7 @@ def changes_since(then: DeviceLedger, now: DeviceLedger | None, name: str | None
     """The end of a sentence that states how the figures changed since the refusal; empty without a change or without
     `now`.
 
-    pooled  bytes in use at the refusal that current figures leave out
+    pooled  bytes in `in_use` of `then` that are idle in private pools, which `in_use` of `now` excludes
     """
     if now is None:
         return ""

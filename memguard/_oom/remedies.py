@@ -103,7 +103,7 @@ def _processes(case: Case) -> Iterator[Remedy]:
     for size, pid in known[:2]:
         if size >= WORKSPACE:
             yield Remedy(f"process {pid} holds {format_size(size)} of {where}: end it{other}", size)
-    if case.unified:  # NVML lists no CPU programs, and on a Jetson no processes
+    if case.unified:  # NVML lists no programs that use only the CPU; on a Jetson, no processes at all
         yield Remedy(
             "other programs use this memory too, those of the CPU as well: free -h and top show which; end some"
         )
@@ -289,8 +289,8 @@ def _replanned_cap(case: Case, wanted: int, caps: Mapping[str, int], limit: int 
 
 
 def _share(plan: Plan, device_plan: DevicePlan, wanted: int, spare: Mapping[str, int], least: str = "") -> str | None:
-    """The smallest share, in whole per cent or tenths of a per cent, that gives `wanted` bytes on this GPU and fits
-    every GPU."""
+    """The budget setting with the smallest share, in whole per cent or tenths of a per cent, that gives `wanted` bytes
+    on this GPU and fits every GPU; None if no share fits."""
     room = device_plan.limit - device_plan.reserve
     for digits in (1, 10):
         share = Fraction(ceil(Fraction(100 * digits * wanted, room)), 100 * digits)

@@ -137,7 +137,7 @@ class Report:
         return "\n  ".join(visible(text) for text in texts if text)
 
     def __repr__(self) -> str:
-        """One line, for a prompt; `print` shows the whole report."""
+        """One line for an interactive prompt. `print` shows the whole report."""
         return shown(f"<Report: {self.title}>")
 
     def __str__(self) -> str:
