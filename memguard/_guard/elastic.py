@@ -112,7 +112,7 @@ class ElasticCaps:
         if why is None or why.kind in _LOCK_BUSY or requested is None:
             return why
         needed, cap = (request.held or 0) - (request.reclaimable or 0) + requested, request.cap or 0
-        # If the cap differs from the plan's, the user has set it in the framework, so memguard cannot raise it.
+        # If the cap differs from the plan's, the user set the cap in the framework, and memguard cannot raise it.
         most = max(cap, device_plan.elastic.get(name, (0, 0))[1]) if cap == device_plan.caps.get(name) else cap
         full = request.free is not None and request.free < requested
         if why.kind is NoHelp.NOT_ASKED and full and usages:

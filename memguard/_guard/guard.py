@@ -1,6 +1,6 @@
 """The guard: applies a budget, reads memory usage, admits requests, and undoes the budget.
 
-It delegates to `caps` (the plan and the enforcement of each cap), `elastic` (changing caps, trimming caches),
+The guard delegates to `caps` (the plan and the enforcement of each cap), `elastic` (changing caps, trimming caches),
 `admission` (reservations) and `reader` (the ledger). `_budget.policy` computes the plan (each framework's cap on each
 GPU).
 """

@@ -67,7 +67,7 @@ class CapState(NamedTuple):
 
     @property
     def unused(self) -> int:
-        """The bytes by which the cap can be lowered without trimming."""
+        """The unused headroom, by which the cap can be lowered without trimming."""
         return max(self.cap - max(self.least, round_up(self.held)), 0)
 
     @property
@@ -122,10 +122,11 @@ def _raise_further(
     siblings: Mapping[str, CapState], caps: Mapping[str, int], requester: str, own: CapState, wanted: int, spare: int
 ) -> dict[str, int]:
     """Raise the cap of `requester` beyond `wanted`, first by free room (`spare` bytes), then by siblings' unused
-    headroom. Returns the raised cap and the siblings' caps that it lowers below `caps`.
+    headroom. Returns the raised cap, and the siblings' caps that are lowered further than in `caps`.
 
-    A sibling that can request room keeps half of its unused headroom; other siblings keep their whole headroom. If
-    `requester` cannot request room, the extra bytes become its headroom.
+    If `requester` can request room, a sibling that can request room keeps half of its unused headroom. A sibling that
+    cannot request room keeps headroom of `_headroom_threshold`. If `requester` cannot request room, the extra bytes
+    become the headroom of `requester`.
     """
     step = (
         max((own.most - own.least) // _STEP, own.cap - own.least) if own.requests_room else 2 * _headroom_threshold(own)
@@ -217,7 +218,7 @@ class ReclaimableCache(NamedTuple):
 
 
 def reclaimable_caches(usages: Mapping[str, Usage | None], requester: str) -> list[ReclaimableCache]:
-    """The caches of the siblings of `requester` that a trim can return."""
+    """The caches of the siblings of `requester` from which a trim can return memory."""
     found = []
     for name, usage in usages.items():
         if name == requester or usage is None or name in NEVER_GIVE_BACK or usage.held is None or usage.in_use is None:

@@ -104,8 +104,8 @@ class Reclaimer:
         return Room(returned, None, missing, live)
 
     def headroom(self, sample: DeviceSample) -> tuple[DevicePlan, dict[str, int]]:
-        """The caps to change at a monitor tick to restore headroom, and the plan from which they are computed. Returns
-        no caps if any cap has changed since the sample. Takes no lock and reads no framework.
+        """The GPU's plan, and the caps to change from this plan at a monitor tick to restore headroom. Returns no caps
+        if any cap has changed since the sample. Takes no lock and reads no framework.
         """
         device_plan, rows = self._caps.device_plan(sample.uuid), dict[str, Usage]()
         for name, (held, in_use, reclaimable, cap) in sample.frameworks.items():

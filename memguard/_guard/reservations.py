@@ -128,7 +128,8 @@ def with_lower_bases(reservations: Reservations, framework: str, in_use: Mapping
 
 
 def growth(reservations: Reservations, framework: str, uuid: str, in_use: int | None) -> int:
-    """The bytes that all active workloads of one framework have allocated from their reservations."""
+    """The bytes that all active workloads of one framework have allocated from their reservations; 0 if `in_use` is
+    None."""
     base = reservations.bases.get((framework, uuid))
     if in_use is None or base is None:
         return 0

@@ -47,8 +47,8 @@ class SuspendedGpus:
         return ledger_of(self._reading, suspension.now or self._off, time.time(), self._figures)
 
     def notes(self) -> list[str]:
-        """A note with the time of the suspension and the call that ends the suspension; if the GPU memory is lost, with
-        a remedy."""
+        """One note, with the time of the suspension and the call that ends the suspension, or with a remedy if the GPU
+        memory is lost. Empty if the process is not suspended."""
         return _note(suspension.now)
 
     def refuse(self, what: str) -> NoReturn:

@@ -241,7 +241,7 @@ def _examine(error: BaseException) -> tuple[Report | None, int | None]:
             if classification.memory == "none":
                 continue
             if (number := next((n for cause in _causes(one) if (n := _marked(cause))), None)) is not None:
-                return _reports.get(number), None  # raised `from` an error that was reported
+                return _reports.get(number), None  # `one` was raised `from` an error that was reported
             if (installed := _installed) is None or _pid != os.getpid():
                 return None, None
             return _make_report(one, facts, classification, installed)

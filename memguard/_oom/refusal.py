@@ -55,8 +55,8 @@ class RefusalCounts:
         known.count, known.last = next(known.numbers), request
 
     def on(self, uuid: str, reporting: Iterable[str]) -> dict[str, tuple[int, float | None]]:
-        """The number of refused requests and the time of the last one, by framework, on one GPU. Includes frameworks
-        that are not in `reporting` only after a refusal."""
+        """The number of refused requests on one GPU and the time of the last refused request, by framework. Frameworks
+        that are not in `reporting` are included only after a refused request."""
         found: dict[str, tuple[int, float | None]] = dict.fromkeys(reporting, (0, None))
         for (name, where), known in [*self._counts.items()] if self._counts else ():
             if where == uuid and known.last is not None:

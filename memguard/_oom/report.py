@@ -44,7 +44,7 @@ class MemoryHolder:
     """One holder of GPU memory. `kind` is framework, process, overhead or unaccounted.
 
     `cached` and `reclaimable` are known for frameworks only; None if unknown. `upper_bound`: the framework does not
-    report its bytes, and holds at most `bytes`, which no other holder includes.
+    report its bytes, and holds at most `bytes`, which are not counted for any other holder.
     """
 
     kind: str
