@@ -469,8 +469,8 @@ class Guard:
         return self.elastic.make_room(framework, needed, device)
 
     def resize(self, framework: FrameworkName, size: int | str) -> None:
-        """Change a cap on every GPU. If the framework holds more than a lowered cap, it is trimmed; memory still held
-        above the cap is logged."""
+        """Change a cap on every GPU. Trims the framework if it holds more than a lowered cap, and logs the bytes that
+        it still holds above the cap."""
         self._refuse_while_suspended("memguard.resize")
         self._find_drift()
         self.elastic.resize(framework, size)

@@ -231,8 +231,8 @@ def reclaimable_caches(usages: Mapping[str, Usage | None], requester: str) -> li
 
 
 def pick_donor(found: Iterable[ReclaimableCache], short: int) -> ReclaimableCache | None:
-    """Pick the sibling to trim first if `short` bytes are missing: the largest `sure` cache, or the largest cache if
-    none is `sure`.
+    """Pick the sibling to trim first if `short` bytes are missing. This is the sibling with the largest `sure` cache,
+    or with the largest cache if none is `sure`.
 
     None if all caches together are too small, because then the request fails even after trims.
     """

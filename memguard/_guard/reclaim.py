@@ -82,7 +82,8 @@ class Reclaimer:
     def call_back(self, device: Device, requester: str, cap: int, act: bool = True) -> Room:
         """Lower elastic caps by unused and cached memory, so that the fixed cap of `requester` can rise to `cap` bytes.
 
-        Does not change the cap of `requester`. If `act` is False, only computes the missing bytes.
+        Returns the changes as a `Room`. Does not change the cap of `requester`. If `act` is False, only computes the
+        missing bytes.
         """
         exhausted: set[str] = set()
         returned: dict[str, int] = {}
@@ -144,8 +145,8 @@ class Reclaimer:
     ) -> tuple[int, Mapping[str, int]]:
         """Raise the cap for `needed` bytes. Returns the fields `missing` and `live` of `lending.CapChange`.
 
-        `usages` has the usage of each allocator. After a trim, it is updated for the requesting and for the trimmed
-        allocator.
+        `usages` has the usage of each allocator. After a trim, `usages` is updated for the requesting and for the
+        trimmed allocator.
         """
         exhausted: set[str] = set()
         for _ in range(2 * len(self._caps.allocators) + 2):

@@ -84,8 +84,8 @@ def trim_failed(framework: str, needed: int, snapshot: Snapshot) -> BudgetExceed
 
 
 def highest_cap(device_plan: DevicePlan, framework: str) -> int:
-    """The highest possible cap on one GPU, in bytes: the framework's max, or less if the guaranteed bytes of other
-    frameworks leave less."""
+    """The highest possible cap on one GPU, in bytes. This is the framework's max, or less if the guaranteed bytes of
+    other frameworks leave less."""
     if framework not in device_plan.elastic:
         return device_plan.caps[framework]
     return min(device_plan.elastic[framework][1], policy.guaranteed_cap(device_plan, framework))

@@ -41,7 +41,7 @@ _SHOWN = 12
 
 
 class Reservation(NamedTuple):
-    """The reservation of one workload, active or waiting: `size` bytes of `framework` on each of `uuids`.
+    """The active or waiting reservation of one workload, for `size` bytes of `framework` on each of `uuids`.
 
     `requested`: the bytes that the program requested. `size` is 0 if an outer workload's reservation covers the
     requested bytes. `since`: the time at which the reservation became active or began to wait, as `time.monotonic()`.

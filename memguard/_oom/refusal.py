@@ -85,8 +85,8 @@ class _Waiting:
 
 
 class RefusalEvents:
-    """Convert refused requests to timeline events: the first immediately, later requests as one event per `EVERY`
-    seconds.
+    """Convert refused requests to timeline events. The first request becomes an event immediately, and later requests
+    become one event per `EVERY` seconds.
 
     A timeline reader matches each out-of-memory report to the event that counts the report's request. An event cannot
     contain request ids, because memguard 0.1.0 refuses an event with an unknown field. So each event gets a unique

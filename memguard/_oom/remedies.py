@@ -203,7 +203,7 @@ def _higher_cap(case: Case) -> Iterator[Remedy]:
 
 
 def _guaranteed(device_plan: DevicePlan, name: str) -> int:
-    """An allocator's guaranteed bytes on one GPU: the min of an elastic cap, or the whole fixed cap."""
+    """An allocator's guaranteed bytes on one GPU (the min of an elastic cap, or the whole fixed cap)."""
     return device_plan.elastic.get(name, (caps_of(device_plan)[name], 0))[0]
 
 
