@@ -216,7 +216,7 @@ class AlreadyActive(MemguardError):
 
 
 class FactsError(MemguardError):
-    """Facts for `memguard doctor` that cannot be read."""
+    """An input of `memguard doctor`, a file of facts or a script, that cannot be read."""
 
     exit_code = 2
 

@@ -60,7 +60,7 @@ def multiplied(budget: Budget, part: Fraction, small: str, fix: str) -> Budget:
 
 
 def refuse_ranks(budget: Budget, whose: str, instead: str) -> None:
-    """Raise ConfigError for a budget with `ranks`: the caller already divides the budget among workers."""
+    """Raise ConfigError for a budget with `ranks`, because the caller already divides the budget among workers."""
     if budget.ranks is not None:
         what = f"ranks is for processes of torchrun, mpirun and srun: {whose} workers are none"
         raise ConfigError([budget.problem(("ranks",), what, f"remove it, {instead}")], budget.source or "budget")

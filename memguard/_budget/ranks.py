@@ -151,7 +151,7 @@ def of(environ: Mapping[str, str]) -> ProcessRank | None:
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
-    """This process's global rank, or None."""
+    """This process's global rank; None if no launcher's variable gives it."""
     for launcher in _LAUNCHERS:
         if (number := whole(environ.get(launcher.rank))) is not None:
             return number
@@ -220,7 +220,7 @@ def _tasks(environ: Mapping[str, str]) -> int | None:
             return runs[0][0]
         node = whole(environ.get("SLURM_NODEID"))
         for count, nodes in runs if node is not None else ():
-            if node < nodes:  # type: ignore[operator] # with None the loop is empty
+            if node < nodes:  # type: ignore[operator] # if `node` is None, the loop runs over ()
                 return count
             node -= nodes  # type: ignore[operator]
         raise UnclearRank(
@@ -251,7 +251,7 @@ def _count_fix(launcher: _Launcher) -> str:
 
 
 def _cluster(text: str | None) -> int:
-    """The number of tasks in the cluster that TensorFlow's TF_CONFIG describes."""
+    """The number of tasks in the cluster that TensorFlow's TF_CONFIG (`text`) describes; 0 if missing or malformed."""
     if not text:
         return 0
     import json  # imported here because it is rarely needed
