@@ -72,8 +72,8 @@ def guard(
     simulate: str | Sequence[str] | None = None,
     missing_gpu: MissingGpu = "raise",
 ) -> Block[Guard]:
-    """Apply a budget for a block, and undo it when the block ends, even by an exception. Changes that cannot be undone
-    are logged.
+    """Apply a budget for a block, and undo the budget when the block ends, even by an exception. Changes that
+    cannot be undone are logged.
 
     If the same budget is already active, it stays active after the block. With `replace=True`, the previously active
     budget is not applied again at the end. `missing_gpu` and environment variables have the same effect as for `init`.

@@ -61,8 +61,8 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
         self._recorded.append(number)
 
     def _end(self, frame: FrameType) -> None:
-        """Restore the handlers in reverse order. Then run the handlers of the recorded signals, with the block's
-        frame."""
+        """Restore the handlers in reverse order. Then run the handlers of the recorded signals with `frame`, the
+        frame of the code that contains the block."""
         global _current
         try:
             while self._replaced:

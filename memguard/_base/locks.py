@@ -80,8 +80,8 @@ def interrupting() -> bool:
 class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers only
     """The lock that a public call holds: `with lock:`. If the call interrupted another memguard call on this thread,
     waiting could deadlock, because this lock's owner may wait for a lock that the interrupted call holds. Such a call
-    waits only a bounded time, and then raises MemguardError. The acquisition itself has this timeout. A test
-    before an unbounded `with` would not do, because another thread could acquire the lock between the two.
+    waits only a bounded time, and then raises MemguardError. The acquisition itself has this timeout. To
+    test the lock before an unbounded `with` is unsafe, because another thread could acquire the lock in between.
 
     `__exit__` is `RLock.__exit__`, which is C code: no interruption can come between the end of the block and the
     release. The inherited `acquire` is for callers that give a timeout.

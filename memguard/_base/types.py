@@ -149,7 +149,7 @@ def cached(usage: Usage) -> int:
     if usage.reclaimable is not None:
         return usage.reclaimable
     known = usage.held is not None and usage.in_use is not None
-    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # not below 0: in_use may be read later
+    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # at least 0 even if in_use was read later
 
 
 class NoHelp(StrEnum):

@@ -44,7 +44,7 @@ def limits(plan: Plan) -> dict[str, int]:
 
 
 def value(sizes: Mapping[str, int]) -> str:
-    """Format the variable's value from `sizes`: bytes by GPU UUID, rounded down to MiB. ValueError below 1 MiB."""
+    """Format `sizes`, bytes by GPU UUID, as the variable's value in whole MiB. Raises ValueError below 1 MiB."""
     if any(size < MIB for size in sizes.values()):
         raise ValueError("MPS takes no limit below 1 MiB")
     return ",".join(f"{uuid}={size // MIB}M" for uuid, size in sizes.items())

@@ -527,7 +527,7 @@ def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
 
 
 def card(memory: MemoryInfo) -> str:
-    """The noun for the exhausted memory in sentences."""
+    """The subject of a sentence about a full GPU: the card, or for unified memory the machine."""
     return "the card" if memory.used is not None else "the machine, whose memory this GPU uses,"
 
 

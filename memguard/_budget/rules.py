@@ -295,8 +295,8 @@ def _declared_room(scope: Scope) -> int:
 
 
 def _room(scope: Scope, auto: int) -> int:
-    """Limit − reserve for suggested amounts. A reserve of `auto` counts as `auto` bytes, or as 0 if these exceed the
-    whole limit."""
+    """Limit − reserve for suggested amounts. A reserve of `auto` counts as `auto` bytes, or as 0 if these would
+    leave nothing."""
     room = _declared_room(scope)
     return room - auto if not isinstance(scope.reserve, int) and room > auto else room
 
