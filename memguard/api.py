@@ -72,8 +72,8 @@ def guard(
     simulate: str | Sequence[str] | None = None,
     missing_gpu: MissingGpu = "raise",
 ) -> Block[Guard]:
-    """Apply a budget for a block, and undo it when the block ends, even by an exception. Changes that cannot be undone
-    are logged.
+    """Apply a budget for a block, and undo the budget when the block ends, even by an exception. Changes that
+    cannot be undone are logged.
 
     If the same budget is already active, it stays active after the block. With `replace=True`, the previously active
     budget is not applied again at the end. `missing_gpu` and environment variables have the same effect as for `init`.
@@ -157,8 +157,8 @@ def reclaimable() -> Reclaimable:
 
 
 def checkpoint() -> None:
-    """Carry out a pending `on_pressure` action of the budget: trim caches, or raise UnderPressure. Call it in loops
-    without a `workload`."""
+    """Carry out a pending `on_pressure` action of the budget: trim caches, or raise UnderPressure. Call `checkpoint` in
+    loops without a `workload`."""
     this.state_for_call().checkpoint()
 
 
@@ -166,8 +166,8 @@ def on_event(callback: Callable[[Event], object]) -> Watch:
     """Call `callback` with every event, until the returned `Watch` is removed.
 
     The callback runs on the monitor's thread for events of the monitor, on the user's thread for out-of-memory errors,
-    leaks and trims, and for a cap that no longer holds on the thread that detects it. It stays registered when a budget
-    ends. The first exception that the callback raises is logged.
+    leaks and trims, and for a cap that no longer holds on the thread that detects the change. The callback stays
+    registered when a budget ends. The first exception that the callback raises is logged.
     """
     if not callable(callback):
         raise TypeError(f"memguard.on_event takes a function, found {callback!r}")

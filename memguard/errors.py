@@ -66,8 +66,8 @@ class PlanError(ProblemsError):
 class DeviceError(MemguardError):
     """No usable GPU: no driver, no device, or NVML refused. The text names the cause and the fix.
 
-    `missing` is True if this process has no GPU at all; `missing_gpu` of `memguard.init` handles this case. It is False
-    if the process has a GPU that cannot be used, for example because the driver is broken.
+    `missing` is True if this process has no GPU at all; `missing_gpu` of `memguard.init` handles this case. `missing`
+    is False if the process has a GPU that cannot be used, for example because the driver is broken.
     """
 
     exit_code = 3
@@ -216,7 +216,7 @@ class AlreadyActive(MemguardError):
 
 
 class FactsError(MemguardError):
-    """Facts for `memguard doctor` that cannot be read."""
+    """An input of `memguard doctor`, a file of facts or a script, that cannot be read."""
 
     exit_code = 2
 

@@ -1,7 +1,7 @@
 """`Advice`, a message as data (reason, fix, alternatives), and the base classes of errors with an `advice` attribute.
 
-Only `str()` joins the fields to one text. Other subpackages import errors from `memguard.errors`; `_base` cannot,
-because it may not import a higher layer.
+Only `str()` and `line()` join the fields to one text. Other subpackages import errors from `memguard.errors`; `_base`
+cannot, because it may not import a higher layer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Advice:
         return "; ".join(line.strip() for part in parts for line in part.splitlines())
 
     def within(self, where: str) -> Advice:
-        """A copy whose reason is prefixed with a place: `where: reason`."""
+        """Return a copy whose reason starts with `where`, for example a file name: `where: reason`."""
         return replace(self, reason=f"{where}: {self.reason}")
 
     def with_alternatives(self, *alternatives: str) -> Advice:
@@ -66,8 +66,8 @@ class Problem:
 class InvalidValue(ValueError):
     """A malformed value. `advice.fix` names a replacement; it is empty if none can be derived.
 
-    `general` is True if the fix is only an example of the format. pydantic's own error has a validator's exception as
-    `ctx["error"]`, so that callers can read the fix.
+    `general` is True if the fix is only an example of the format. If a validator raises InvalidValue, pydantic's error
+    holds the exception as `ctx["error"]`, from which callers read the fix.
     """
 
     def __init__(self, reason: str, fix: str = "", general: bool = False) -> None:
@@ -99,7 +99,7 @@ class MemguardError(Exception):
         return Advice(*self._said)
 
     def _say(self, advice: Advice) -> None:
-        # Built-in types only: other versions of memguard may unpickle the error.
+        # Built-in types only, because another version of memguard may unpickle the error.
         self._said = visible(advice.reason), visible(advice.fix), tuple(map(visible, advice.alternatives))
 
     def __str__(self) -> str:

@@ -20,8 +20,8 @@ End = Callable[["BaseException | None"], None]
 """The function that ends a block, called with the exception that propagates out of the block, or None. May raise only
 if the argument is None."""
 WITHIN: ContextVar[frozenset[int]] = ContextVar("memguard_blocks", default=frozenset())
-"""The numbers of the enclosing blocks that hold a memory reservation. A new thread starts with an empty set; an asyncio
-task inherits the set of the code that created it."""
+"""The numbers of the memory reservations that the enclosing blocks hold. A new thread starts with an empty set; an
+asyncio task inherits the set of the code that created the task."""
 _TWICE = "this block has begun and is not over\n    fix: make another one for each `with`"
 
 
@@ -153,18 +153,18 @@ class Block(Generic[T]):
 
 
 class _Place:
-    """Keeps the block's number in `WITHIN` only while the generator's body runs, and not while the generator is
+    """Keeps the reservation number in `WITHIN` only while the generator's body runs, and not while the generator is
     suspended at a yield."""
 
     def __init__(self) -> None:
         self._around = self._within = WITHIN.get()
 
     def leave(self) -> None:
-        """At a yield, remove the block's number from `WITHIN`."""
+        """At a yield, remove the block's reservation number from `WITHIN`."""
         self._within = WITHIN.get() - self._around
         WITHIN.set(self._around)
 
     def enter(self) -> None:
-        """On resumption, perhaps on another thread or task, add the block's number to `WITHIN`."""
+        """On resumption, perhaps on another thread or task, add the block's reservation number to `WITHIN`."""
         self._around = WITHIN.get()
         WITHIN.set(self._around | self._within)

@@ -34,7 +34,7 @@ def requirement() -> str:
 
 
 def _is_this_copy(found: metadata.Distribution, origin: dict[str, Any]) -> bool:
-    """False if the installed memguard-gpu is another copy than the running one, for example with PYTHONPATH set."""
+    """True if `found` describes the running copy of memguard; False for example if PYTHONPATH selects another copy."""
     places = [str(found.locate_file(""))]
     if "dir_info" in origin:  # an editable installation runs from its source folder
         places.append(_path(origin["url"]) or "")

@@ -34,8 +34,8 @@ SECOND_CONTEXT = "second context"
 
 
 LAZY = 8 * MIB
-"""Bytes that the ledger (memguard's account of GPU memory) attributes to kernels loaded at first launch, at most, for
-each framework in use. The driver allocates 2 MiB at a time, for several kernels."""
+"""The most bytes that the ledger (memguard's account of GPU memory) attributes, for each framework in use, to kernels
+loaded at their first launch. The driver allocates 2 MiB at a time, for several kernels."""
 LIBRARIES: Mapping[str, str] = MappingProxyType(
     {"cublas": "libcublas.so", "cudnn": "libcudnn_", "cusolver": "libcusolver.so", "cufft": "libcufft.so"}
 )
@@ -73,7 +73,7 @@ OVERHEADS: Mapping[str, Outside] = MappingProxyType(
         SECOND_CONTEXT: Outside(518 * MIB, CONTEXT),
     }
 )
-"""Memory outside the caps that belongs to no framework, by name. The entry `nccl` serves `nccl 2`, `nccl 3`, ..."""
+"""Memory outside the caps that belongs to no framework, by name. The entry `nccl` applies to `nccl 2`, `nccl 3`, ..."""
 
 
 class Option(NamedTuple):
@@ -209,8 +209,8 @@ class FrameworkSpec:
     size_attribute    the attribute of the framework's errors that holds the requested bytes
     never_gives_back  True if the pool returns no memory to the driver while the process lives (measured)
     rounds_up         the largest fraction of a request by which the allocator rounds the request up
-    install           the package that installs the framework, if it is not `module`: the content of memguard's extra
-                      of the same name
+    install           the package that installs the framework, if it is not named like `module`; memguard's extra with
+                      the framework's name installs this package
     own_trim          the framework's own call that frees its cache, for a framework that the budget does not name
     trims_on_own_thread   True if only the thread on which the framework's CUDA context is current can free the cache
     context_module    the module whose import creates a second CUDA context
@@ -232,11 +232,11 @@ class FrameworkSpec:
     uncounted         True if the framework counts no memory without a budget: the memory is then unaccounted
     frees_late        True if a trim also frees memory that the program released and the framework still holds
     tells_peak        True if the allocator reports its peak use
-    regions           True if the pool grows by regions that it neither joins nor returns: a request must fit into one
+    regions           True if the pool grows by regions that are never joined or returned: a request must fit one region
     weight            relative weight in the first guess of `memguard suggest`
     colour            colour in reports, `#rrggbb`; empty: the next free colour of a default list
     terminal_colour   colour on the screen of `memguard top`: one of the terminal's 16 colours
-    exchanged         how `exchange` reads and makes the framework's arrays; None if it cannot
+    exchanged         how `exchange` reads and makes the framework's arrays; None if `exchange` does not support them
     requests_room     True if memguard provides the allocator, which requests free memory and a higher elastic cap from
                       memguard before it refuses a request
     """

@@ -46,7 +46,7 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
                     recorder = _Recorder(self, number, handler)
                     self._replaced.append(recorder)
                     _install(number, recorder)
-        except BaseException as error:  # from a handler that is not replaced yet, or from a subinterpreter
+        except BaseException as error:  # a handler not replaced yet raised, or this is a subinterpreter
             self._end(sys._getframe(1))
             if not (isinstance(error, ValueError) and "main interpreter" in str(error)):
                 raise
@@ -61,8 +61,8 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
         self._recorded.append(number)
 
     def _end(self, frame: FrameType) -> None:
-        """Restore the handlers in reverse order. Then run the handlers of the recorded signals, with the block's
-        frame."""
+        """Restore the handlers in reverse order. Then run the handlers of the recorded signals with `frame`, the
+        frame of the code that contains the block."""
         global _current
         try:
             while self._replaced:
@@ -74,7 +74,7 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
             self._drop_of_the_parent()
             while self._recorded:
                 handler = signal.getsignal(self._recorded[0])
-                # One C call pops the record and calls the program's current handler: no signal can interrupt between.
+                # One C call pops the record and calls the program's current handler, so no signal can come between.
                 call = handler if callable(handler) else lambda number, frame: signal.raise_signal(number)
                 next(map(call, map(self._recorded.pop, (0,)), (frame,)))
         finally:
@@ -89,7 +89,7 @@ class deferred_signals:  # noqa: N801 - used like a function: `with deferred_sig
 
 
 class _Recorder:
-    """The signal handler during the block: records the delivery. After the block it calls the original handler.
+    """The signal handler during the block, which records each delivery. After the block it calls the original handler.
 
     Refers to the block weakly, so that deferral ends even if an exception set by another thread prevents `__exit__`.
     """

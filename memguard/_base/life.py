@@ -87,20 +87,20 @@ def at_exit(order: HookOrder, call: Call) -> None:
     global _registered
     exits.append(_ExitHook(order, call))
     before, _registered = _registered, _Exit()
-    atexit.register(_registered)  # then unregister the old one: an interruption between leaves both
+    atexit.register(_registered)  # before unregistering the old one, so that an interruption cannot leave none
     if before is not None:
         atexit.unregister(before)
 
 
 def not_at_exit(call: Call) -> None:
-    """Remove an exit hook. Does nothing if it was not added."""
+    """Remove the exit hook `call`. Does nothing if `call` was not added."""
     for one in [*exits]:
         if one.call == call:
             exits.remove(one)
 
 
 def at_main_thread_end(call: Call) -> None:
-    """Run `call` at the end of the main thread. It must be harmless in a forked child."""
+    """Run `call` at the end of the main thread. `call` must be harmless in a forked child."""
     main_thread_ends.append(call)
     _register(os.getpid())
 

@@ -16,8 +16,8 @@ from memguard._base.advice import MemguardError
 T = TypeVar("T")
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _WITHIN = 2.0
-"""Seconds that a call waits for a lock if it interrupted another memguard call: the lock's owner may wait for the
-interrupted call."""
+"""Seconds that a call waits for a lock if the call interrupted another memguard call. An unbounded wait could deadlock,
+because the lock's owner may wait for the interrupted call."""
 _LOOK = 0.05
 """Seconds between two deadlock checks while a call waits up to `_WITHIN`."""
 _patient: list[int] = []
@@ -58,13 +58,13 @@ check_order: Callable[[Any, LockOrder], Any] | None = None
 
 
 def ordered(lock: Any, order: LockOrder) -> Any:
-    """Return the lock; in tests, wrapped so that it checks its position in the lock order."""
+    """Return `lock`; in tests, wrapped in a lock that checks that threads follow the lock order."""
     return lock if check_order is None else check_order(lock, order)
 
 
 def interrupting() -> bool:
-    """True if this call interrupted another memguard call on this thread: a signal handler, finalizer or callback made
-    it. The interrupted call may hold locks for which other threads wait.
+    """True if a signal handler, finalizer or callback made this call during another memguard call on this thread. The
+    interrupted call may hold locks for which other threads wait.
     """
     frame: FrameType | None = sys._getframe(1)
     outside = False
@@ -80,8 +80,8 @@ def interrupting() -> bool:
 class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers only
     """The lock that a public call holds: `with lock:`. If the call interrupted another memguard call on this thread,
     waiting could deadlock, because this lock's owner may wait for a lock that the interrupted call holds. Such a call
-    waits only a bounded time, and then raises MemguardError. The acquisition itself has this timeout: after a separate
-    test of the lock, another thread could acquire it before an unbounded `with` does.
+    waits only a bounded time, and then raises MemguardError. The acquisition itself has this timeout. To
+    test the lock before an unbounded `with` is unsafe, because another thread could acquire the lock in between.
 
     `__exit__` is `RLock.__exit__`, which is C code: no interruption can come between the end of the block and the
     release. The inherited `acquire` is for callers that give a timeout.
@@ -91,7 +91,7 @@ class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers
 
     def __enter__(self) -> bool:  # type: ignore[override]  # typeshed declares it as `acquire`
         if self._is_owned():
-            # Acquire from C, by `map`: after a call in Python a signal handler may run, and raise with the lock held.
+            # `map` acquires in C: after a call in Python code a signal handler could run and raise with the lock held.
             (taken,) = map(_acquire, (self,))
             return taken
         try:
@@ -110,8 +110,8 @@ class InterruptSafeLock(RLock):  # type: ignore[misc]  # final for type checkers
             raise
 
     def _in_time(self) -> bool:
-        """Wait up to `_WITHIN` for the lock. A nested call does not wait again on the same thread: with many signals,
-        nested waits would add up to minutes."""
+        """Wait up to `_WITHIN` for the lock; True if acquired. A nested call on the same thread does not wait, because
+        with many signals the nested waits would add up to minutes."""
         thread = threading.get_ident()
         if thread in _patient:
             return False
@@ -143,7 +143,7 @@ def awaiting(thread: int, wait: Callable[..., T], *given: Any) -> T:
 
 
 def free(lock: Any, seconds: float) -> bool:
-    """True if this thread holds the lock, or can acquire it within `seconds`. Releases it again."""
+    """True if this thread holds the lock, or can acquire it within `seconds`. Does not keep a lock that it acquired."""
     if lock._is_owned():
         return True
     try:
@@ -173,7 +173,7 @@ class LockedRunner:
 
     @property
     def held_here(self) -> bool:
-        """True if this thread holds the lock: a signal handler or finalizer made this call while `run` runs `work`."""
+        """True if this thread holds the lock, as when a signal handler or finalizer makes this call during `run`."""
         return bool(self._lock._is_owned())
 
     def run(self, work: Callable[..., T], timeout: float, *given: Any) -> tuple[T] | None:

@@ -45,7 +45,7 @@ log = Log()
 
 
 def is_heard() -> bool:
-    """True if the program configured a handler for memguard's log. memguard's own handler is a NullHandler."""
+    """True if the program configured a handler for memguard's log; memguard's own NullHandler does not count."""
     logger: logging.Logger | None = logging.getLogger("memguard")
     while logger is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):

@@ -26,14 +26,14 @@ Mark = tuple[int, int]
 Loc = tuple[str | int, ...]
 """The path of a value: keys and indexes."""
 Places = tuple[dict[Loc, Mark | None], dict[Loc, Mark | None]]
-"""Two mappings in file order: line and column of each key, and of each value. None if the document has no text."""
+"""Two mappings in file order: the position of each key, and of each value. A position is None without a text."""
 
 
 class Document:
     """One document as plain values, and its syntax problems.
 
-    `text` is None for a document made from Python values. `bad` has paths: the problems at and below them are already
-    in `problems`.
+    `text` is None for a document made from Python values. `bad` holds the paths of values whose problems, and
+    those of nested values, are already in `problems`.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Origin:
         self, source: str = "", document: Document | None = None, device_key: Callable[[str], str] = str
     ) -> None:
         self.source, self._device_key = source, device_key
-        # Keep the text, which is smaller than the document; the rare problem after parsing parses the text again.
+        # Keep the text, which is smaller than the document. A problem found later is rare, and parses the text again.
         self._text, self._reader = (None, None) if document is None else (document.text, document.reader)
 
     def __eq__(self, other: object) -> bool:
@@ -207,7 +207,7 @@ def in_order(unordered: Iterable[Problem]) -> list[Problem]:
 
 
 def nearest(loc: Loc, marks: Mapping[Loc, object]) -> Loc:
-    """The path, or its nearest parent path in `marks`."""
+    """Return `loc` if it is in `marks`, else the nearest parent path in `marks`, or ()."""
     while loc and loc not in marks:
         loc = loc[:-1]
     return loc

@@ -138,27 +138,27 @@ class Usage(NamedTuple):
 
 usage_of: Callable[[tuple[int | None, int | None, int | None, int | None, int | None, int | None]], Usage]
 usage_of = partial(tuple.__new__, Usage)
-"""Build a Usage from a tuple of all its fields, in half the time that `Usage(...)` takes: each reading builds one for
-each framework. The functions below that end in `_of` do the same for other classes."""
+"""Build a Usage from a tuple of all its fields, in half the time of `Usage(...)`. Each reading of the memory
+builds one Usage for each framework. The functions below that end in `_of` do the same for other classes."""
 memory_info_of: Callable[[tuple[int, int | None, int | None, int, int | None]], MemoryInfo]
 memory_info_of = partial(tuple.__new__, MemoryInfo)
 
 
 def cached(usage: Usage) -> int:
-    """The most bytes that a trim may return to the driver: `reclaimable`; if that is unknown, held − in_use."""
+    """The most bytes that a trim may return to the driver: `reclaimable`; if unknown, held − in_use, or else 0."""
     if usage.reclaimable is not None:
         return usage.reclaimable
     known = usage.held is not None and usage.in_use is not None
-    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # clamped: two readings at different times
+    return max((usage.held or 0) - (usage.in_use or 0), 0) if known else 0  # at least 0 even if in_use was read later
 
 
 class NoHelp(StrEnum):
     """Why memguard made no memory available to a request that was then refused. Members are equal to their values."""
 
     CAPTURE = "capture"
-    """This thread was capturing a CUDA graph, and freeing memory would invalidate the capture."""
+    """The requesting thread was capturing a CUDA graph, and freeing memory would invalidate the capture."""
     COMMUNICATORS = "communicators"
-    """A thread of memguard made the request while NCCL communicators existed: a free would wait for other ranks."""
+    """A thread of memguard made the request while NCCL communicators existed, and a free would wait for other ranks."""
     LOCK_HELD = "lock held"
     """Another thread held memguard's lock for too long."""
     WITHIN_CALL = "within another call"
@@ -197,9 +197,10 @@ class RefusedRequest(NamedTuple):
     framework's allocator reported the refusal), text (the error's text), peak (the framework's largest use so far) or
     sample (the monitor's last sample). `held`, `in_use` and `reclaimable` are the framework's, as in `Usage`; `free` is
     the GPU's. `thread` is 0 if unknown. `pooled` is the bytes of `in_use` that are idle in private pools; later
-    readings do not count them. `id` identifies the record of the refusal by process and number, and is stored in the
-    exception's attribute `memguard_refusal`; None if there is no record. `why_no_help` is why memguard made no memory
-    available to the request; None if unknown, or if free memory would not have helped (a fixed cap refused it).
+    readings of `in_use` exclude them. `id` identifies the record of the refusal by process and number, and is stored in
+    the exception's attribute `memguard_refusal`; None if there is no record. `why_no_help` is why memguard made no
+    memory available to the request; None if unknown, or if free memory would not have helped (a fixed cap refused the
+    request).
     """
 
     framework: str
@@ -351,7 +352,7 @@ class DeviceSample(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """The memory of all GPUs at `time` (from `time.time()`), for the monitor: the ledger's figures without its rows."""
+    """The memory of all GPUs at `time` (from `time.time()`), as the monitor samples it, without a `Ledger`'s rows."""
 
     time: float
     devices: tuple[DeviceSample, ...]
@@ -373,8 +374,8 @@ class Event(NamedTuple):
     """A change that the monitor or the guard observed or made.
 
     kind: pressure (the pressure level changed), forecast (cap or limit will be reached in `seconds`), leak (a
-    workload's memory in use grows with each run; without a framework: unaccounted memory keeps growing), probe (a probe
-    failed, or works again), trim, oom, note (a cap no longer holds, holds again, or is affected by a later setting),
+    workload's memory in use grows with each run; without a framework: unaccounted memory keeps growing), probe (the
+    GPUs cannot be read, or can again), trim, oom, note (a cap fails, holds again, or is affected by a later setting),
     refused (only in timelines: an allocator refused `times` requests, whether or not the program catches the errors),
     peak (only in timelines: an allocator reports a peak of `bytes` in use so far), workload (only in timelines: a
     workload ended after `seconds`, or `times` workloads in a row; `bytes` is the peak), reclaim (other frameworks

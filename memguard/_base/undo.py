@@ -32,7 +32,7 @@ class Undo:
         self._steps.append(_Step(what, step))
 
     def clear(self) -> None:
-        """Remove all steps without running them, because other code undoes the changes."""
+        """Remove all steps without running them, after the caller has undone the changes itself."""
         self._steps.clear()
 
     def run(self) -> None:

@@ -48,7 +48,7 @@ class Unreadable(Exception):
 
 
 def decode(raw: bytes | str) -> str:
-    """Decode a file to text. Raises Unreadable."""
+    """Decode the bytes of a file to text. Raises Unreadable if they are too many or not UTF-8."""
     if isinstance(raw, str):
         return raw
     if not isinstance(raw, (bytes, bytearray)):

@@ -44,7 +44,7 @@ def limits(plan: Plan) -> dict[str, int]:
 
 
 def value(sizes: Mapping[str, int]) -> str:
-    """Format the variable from bytes by UUID, rounded down. Raises ValueError for less than 1 MiB."""
+    """Format `sizes`, bytes by GPU UUID, as the variable's value in whole MiB. Raises ValueError below 1 MiB."""
     if any(size < MIB for size in sizes.values()):
         raise ValueError("MPS takes no limit below 1 MiB")
     return ",".join(f"{uuid}={size // MIB}M" for uuid, size in sizes.items())
@@ -83,7 +83,7 @@ def _identifies(gpu: str, device: Device) -> bool:
 def strictest(plan: Plan, text: str | None) -> dict[str, int]:
     """For each GPU, by UUID, the lower of the plan's limit and of the limit already set in the variable.
 
-    Raises ConflictingSetting for a looser limit, for a malformed value, and for one that would disable all limits.
+    Raises ConflictingSetting for a limit above the plan's, and for a value that is malformed or disables all limits.
     """
     wanted = limits(plan)
     if text is None or not text.strip():
@@ -114,7 +114,7 @@ def too_old(plan: Plan) -> DevicePlan | None:
 
 def shortfalls(plan: Plan, text: str | None) -> Iterator[Advice]:
     """Warnings for a process started with `text` as the variable's value: GPUs on which the process cannot reach its
-    budget's limit, and a value that limits nothing. They do not apply to a process that runs without MPS.
+    budget's limit, and a value that limits nothing. The warnings do not apply to a process without MPS.
     """
     if text is None or not text.strip():
         return

@@ -60,7 +60,7 @@ def multiplied(budget: Budget, part: Fraction, small: str, fix: str) -> Budget:
 
 
 def refuse_ranks(budget: Budget, whose: str, instead: str) -> None:
-    """Raise ConfigError for a budget with `ranks`: the caller already divides the budget among workers."""
+    """Raise ConfigError for a budget with `ranks`, because the caller already divides the budget among workers."""
     if budget.ranks is not None:
         what = f"ranks is for processes of torchrun, mpirun and srun: {whose} workers are none"
         raise ConfigError([budget.problem(("ranks",), what, f"remove it, {instead}")], budget.source or "budget")
@@ -74,7 +74,7 @@ def with_part_note(error: PlanError, part: Fraction, why: str) -> PlanError:
 
 
 def with_nccl(budget: Budget) -> Budget:
-    """Set `nccl: 1` for each framework that has the key `nccl` and for which the budget omits it."""
+    """Set `nccl: 1` for each framework that has the key `nccl` if the budget omits this key."""
     unsaid = without_nccl(budget)
     found: dict[str, Any] = {
         name: one.model_copy(update={"nccl": 1}) if name in unsaid else one for name, one in budget.frameworks.items()
@@ -83,6 +83,6 @@ def with_nccl(budget: Budget) -> Budget:
 
 
 def without_nccl(budget: Budget) -> list[str]:
-    """The frameworks of the budget that have the key `nccl` and for which the budget omits it."""
+    """The frameworks of the budget that accept the key `nccl` and for which the budget omits this key."""
     owners = [name for name in budget.frameworks if any(option.name == "nccl" for option in SPECS[name].options)]
     return [name for name in owners if budget.frameworks[name].nccl is None]

@@ -70,7 +70,7 @@ class _Rule(Generic[T]):
 
 
 def plan(budget: Budget, devices: Sequence[Device], sharing: Sharing | None = None) -> Plan:
-    """Resolve the budget against the devices. Raises PlanError if the budget does not fit one.
+    """Resolve the budget against the devices. Raises PlanError if the budget does not fit a device.
 
     `sharing` gives the number of ranks that share each device. The plan is then for one rank: each limit is the
     budget's limit divided by that number, rounded down to granules. Without `sharing`, the number comes from a budget
@@ -151,9 +151,9 @@ class _Misfits:
     """Collects the problems on all devices before any fix is written, because a figure in a fix must fit every device.
 
     `found` has tuples: path, message for one device, and fix (None if the fix depends on all devices). `rooms` has
-    limit − reserve of each device that the amounts exceed. By path, `most` is the smallest usable memory of the GPUs to
-    which a too high limit applies, and `least` the largest value that one of the GPUs needs there. With `sharers` > 1,
-    the budget is already divided for one of these ranks.
+    limit − reserve of each device that the amounts exceed. `most` maps the path of a limit above a GPU's memory to the
+    smallest usable memory of the GPUs with this limit. `least` maps the path of a limit or max that is too low to the
+    smallest value that fits all GPUs. With `sharers` > 1, the budget is already divided for one of these ranks.
     """
 
     def __init__(self, sharers: int = 1) -> None:
@@ -192,7 +192,7 @@ class _Misfits:
         shares, limits = _parts(budget)
         elastic = [name for name, part in budget.frameworks.items() if part.min is not None]
         lowered = values.as_text(suggestions.fitting(shares, limits, min(self.rooms)), elastic)
-        raised = "" if self.most else ", or raise device.limit"  # if `most` is set, a limit already exceeds a GPU
+        raised = "" if self.most else ", or raise device.limit"  # with `most`, a limit already exceeds a GPU's memory
         if not lowered:
             return f"not even the smallest caps fit: name fewer frameworks{raised}"
         parts = "shares, limits or minima" if elastic else "shares or limits"
@@ -390,8 +390,8 @@ def resized(
 ) -> Plan:
     """The plan with the framework's cap changed to `size` bytes on every device. Raises PlanError if it does not fit.
 
-    `held` has the held bytes by UUID and allocator. The guard has already lowered other elastic caps to their min, and
-    trimmed caches above the lowered caps; `short` has, by UUID, the result: how many bytes are still missing.
+    `held` has the held bytes by UUID and allocator. The caller has already lowered other elastic caps to their min and
+    trimmed caches above the lowered caps; `short` has the result by UUID, with the bytes still missing.
     """
     for part in current.devices:
         if (allocator := allocator_of(part, framework)) != framework:
@@ -527,7 +527,7 @@ def busy(part: DevicePlan, memory: MemoryInfo, own: int | None) -> str | None:
 
 
 def card(memory: MemoryInfo) -> str:
-    """The noun for the exhausted memory in sentences."""
+    """The subject of a sentence about a full GPU: the card, or for unified memory the machine."""
     return "the card" if memory.used is not None else "the machine, whose memory this GPU uses,"
 
 
@@ -562,7 +562,7 @@ class OverCap:
         return -(-(self.cap + self.footprint - self.available) // MIB)
 
     def advice(self, cap_is: str = "is", change: str = "") -> Advice:
-        """`change` is the instruction to change the budget, if it is not to raise the framework's own cap."""
+        """Reason and fix. `cap_is` is the verb after "its cap"; `change` replaces the advice to raise the framework."""
         own, needed = self.own, format_size(self.needed)
         least = "" if own.held is not None else "at least "
         held = own.held if own.held is not None else own.held_at_least
@@ -643,9 +643,9 @@ def admit(
 
     `usages` has the usage of each allocator; `allocator` names the allocator that serves the framework, by default one
     with the framework's name. `footprint` is the bytes that this allocator would allocate from the driver. `admit`
-    refuses only a request that is certain to fail. So the allocator's own cache counts as available: the allocator
-    returns reclaimable bytes by itself, and the remaining cache may serve the request. If the held bytes are unknown
-    (TensorFlow with growth), the bytes of live arrays count in their place.
+    refuses only a request that is certain to fail. So the allocator's own cache counts as available, because the
+    allocator returns reclaimable bytes by itself, and the remaining cache may serve the request. If the held bytes are
+    unknown (TensorFlow with growth), the bytes of live arrays count in their place.
     """
     allocator = allocator or framework
     own = usages.get(allocator) or Usage(held=0, in_use=0)
@@ -681,10 +681,10 @@ def admit(
 
 
 def in_use(usage: Usage | None) -> int | None:
-    """The bytes of live arrays; 0 if the framework is not initialised."""
+    """The bytes of live arrays; 0 if `usage` is None because the framework is not initialised; None if unknown."""
     return 0 if usage is None else usage.in_use
 
 
 def trim_order(idle: int, sure: bool) -> tuple[bool, int]:
-    """The sort key of caches to trim: first those with known reclaimable bytes; of equal kind, larger ones first."""
+    """The sort key of a cache to trim: caches with known reclaimable bytes (`sure`) first, then larger `idle` bytes."""
     return not sure, -idle

@@ -91,7 +91,7 @@ _OTHERS = ("cudf", "cuml", "numpy")
 def problems(
     errors: Iterable[Mapping[str, Any]], violations: list[Violation], document: Document, fields: Fields
 ) -> list[Problem]:
-    """All problems to report, in file order, without those that another one explains."""
+    """All problems to report, in file order, without problems that another problem explains."""
     named = {violation.loc for violation in violations if violation.alone}
     found = [_violation(error, fields, document.data) for error in errors if tuple(error["loc"]) not in named]
     every = [*found, *violations]
@@ -127,7 +127,7 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
     elif raw is None and loc[-1] == key and not info.is_required():
         message, fix = "has no value", f"write {_examples(info)}, or remove the key"
     elif kind == "value_error":
-        # The parser's error has the message and, if it depends on the value, the fix.
+        # The parser's error has the message and, if the fix depends on the value, also the fix.
         wrong: InvalidValue = error["ctx"]["error"]
         message, fix = wrong.advice.reason, "" if wrong.general else wrong.advice.fix
         fix = fix or f"write for example {_examples(info)}"
@@ -140,7 +140,7 @@ def _violation(error: Mapping[str, Any], fields: Fields, data: object) -> Violat
 
 
 def _shape(loc: Loc, raw: object, data: object) -> tuple[str, str] | None:
-    """The content that a key, the name of a GPU or a framework requires, and an example to write."""
+    """The content required below the key, GPU or framework at `loc`, and an example to write; None for other paths."""
     if len(loc) == 1:
         key = str(loc[0])
         shape = _SHAPES.get(key)
@@ -278,7 +278,7 @@ def _instead_of(
         return fix, ((*own, cut[0]),), False
     if line := suggestions.in_one_word(name, value, known):
         return f"write '{line}', with a space after ':'", (), False
-    if ":" in name and len(name) <= 40:  # {share:50%}
+    if ":" in name and len(name) <= 40:  # for example {share:50%}
         return "write a space after ':'", (), False
     if name[:1].isdecimal() and level not in ("", "frameworks", "device"):
         return "write decimals with a point, as in 1.5GiB", (), False
@@ -361,7 +361,7 @@ def _sized(name: str, value: object, level: str, siblings: Mapping[str, Any], ne
 
 
 def _of_device(name: str, value: object, siblings: Mapping[str, Any], data: object) -> str:
-    """The fix for a key of `device` that identifies a GPU; "" if the key does not. `device` applies to all GPUs."""
+    """The fix for a key below `device` that identifies a GPU, although `device` applies to all; "" for other keys."""
     gpu = re.fullmatch(r"[0-9]{1,4}|(?i:gpu|cuda).*|.*[*].*", name) is not None
     return "move it below 'devices:'" if gpu and isinstance(value, Mapping) else ""
 

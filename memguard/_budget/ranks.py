@@ -127,7 +127,7 @@ def of(environ: Mapping[str, str]) -> ProcessRank | None:
         if count is None:
             unknown = unknown or launcher
             continue
-        if unknown is not None:  # scripts copy the rank of the launcher that started them, for example to LOCAL_RANK
+        if unknown is not None:  # a script may have copied the rank, for example to LOCAL_RANK, so both must agree
             known = whole(environ[unknown.local])
             if known != local:
                 raise UnclearRank(
@@ -151,7 +151,7 @@ def of(environ: Mapping[str, str]) -> ProcessRank | None:
 
 
 def rank_of(environ: Mapping[str, str]) -> int | None:
-    """This process's global rank, or None."""
+    """This process's global rank; None if no launcher's variable gives it."""
     for launcher in _LAUNCHERS:
         if (number := whole(environ.get(launcher.rank))) is not None:
             return number
@@ -206,7 +206,7 @@ def _is_batch_script(environ: Mapping[str, str]) -> bool:
 
 
 def _tasks(environ: Mapping[str, str]) -> int | None:
-    """The number of tasks on this node, from the variables of the job step or else of the job."""
+    """The number of tasks on this node, from srun's variables of the job step or else of the job; None if not set."""
     for name in (_SRUN.counts[0], "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
         if not (text := environ.get(name, "").strip()):
             continue
@@ -220,7 +220,7 @@ def _tasks(environ: Mapping[str, str]) -> int | None:
             return runs[0][0]
         node = whole(environ.get("SLURM_NODEID"))
         for count, nodes in runs if node is not None else ():
-            if node < nodes:  # type: ignore[operator] # with None the loop is empty
+            if node < nodes:  # type: ignore[operator] # if `node` is None, the loop runs over ()
                 return count
             node -= nodes  # type: ignore[operator]
         raise UnclearRank(
@@ -251,7 +251,7 @@ def _count_fix(launcher: _Launcher) -> str:
 
 
 def _cluster(text: str | None) -> int:
-    """The number of tasks in the cluster that TensorFlow's TF_CONFIG describes."""
+    """The number of tasks in the cluster that TensorFlow's TF_CONFIG (`text`) describes; 0 if missing or malformed."""
     if not text:
         return 0
     import json  # imported here because it is rarely needed
@@ -267,7 +267,7 @@ def _cluster(text: str | None) -> int:
 
 
 def sharing(rank: ProcessRank | None, visible: int, environ: Mapping[str, str]) -> Sharing:
-    """How many ranks of this node use each of the `visible` GPUs. Raises UnclearRank.
+    """How many ranks of this node use each of the `visible` GPUs. Raises UnclearRank if that is unclear.
 
     If several GPUs are visible, local rank r uses `cuda:{r % visible}`, the usual convention. If one GPU is visible,
     all ranks share it, unless the launcher binds each rank to its own GPU. For simulated GPUs, which no launcher
@@ -291,7 +291,7 @@ def sharing(rank: ProcessRank | None, visible: int, environ: Mapping[str, str]) 
 
 def of_budget(budget: "Budget", visible: int, environ: Mapping[str, str], simulated: bool) -> Sharing | None:
     """How many ranks of this node use each GPU, according to the budget; None if the budget has no `ranks`. Raises
-    PlanError."""
+    PlanError if the number of ranks on a GPU is unclear."""
     if budget.ranks is None:
         return None
     try:

@@ -282,7 +282,7 @@ def _place(name: str, key: str, elastic: Collection[str]) -> Loc:
 
 
 def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> dict[str, Fraction | int]:
-    """Lower shares whose sum exceeds 100%. This is necessary even if a limit must also be raised."""
+    """The lower values to suggest if shares add up to 100% or more. Needed even if a limit must also be raised."""
     from memguard._budget import suggestions
 
     return suggestions.fitting(shares, limits, min(rooms, default=None)) or suggestions.fitting(shares, limits, None)
@@ -295,8 +295,8 @@ def _declared_room(scope: Scope) -> int:
 
 
 def _room(scope: Scope, auto: int) -> int:
-    """Limit − reserve for suggested amounts. A reserve of `auto` counts as `auto` bytes, or as 0 if these exceed the
-    whole limit."""
+    """Limit − reserve for suggested amounts. A reserve of `auto` counts as `auto` bytes, or as 0 if these would
+    leave nothing."""
     room = _declared_room(scope)
     return room - auto if not isinstance(scope.reserve, int) and room > auto else room
 

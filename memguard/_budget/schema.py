@@ -161,7 +161,7 @@ MODELS: dict[str, type[FrameworkBudget]] = {
     for name, spec in SPECS.items()
 }
 """The model for the mapping below each framework: share, limit, min, max, and the options of the framework's spec."""
-globals().update(MODELS)  # pickle looks them up here
+globals().update(MODELS)  # pickle looks up these classes in this module
 
 
 class _ByFramework:

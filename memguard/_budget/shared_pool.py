@@ -100,8 +100,8 @@ def note_on(part: DevicePlan, framework: str, others: int) -> str:
 
 
 def left_to(part: DevicePlan, figures: Mapping[str, FrameworkSample]) -> dict[str, FrameworkSample]:
-    """The figures in which the cap of each framework in the pool is the joint cap less the bytes that others use. The
-    monitor computes the framework's pressure from this cap."""
+    """`figures` with the cap of each framework in the pool replaced by the joint cap less the bytes that others use.
+    The monitor computes the framework's pressure from this cap."""
     live = sum(one.in_use or 0 for name, one in figures.items() if name in part.joined or name == POOL)
     found = dict(figures)
     for name in part.joined:

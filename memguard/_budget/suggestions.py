@@ -92,7 +92,7 @@ def _percent(percent: Fraction) -> str | None:
 
 
 def sized(value: object, bare: str, at: str) -> str | None:
-    """`quantity` with the key to write it under: for a framework `share: 50%` or `limit: 4GiB`, for a device `limit`
+    """The result of `quantity` with its key: for a framework `share: 50%` or `limit: 4GiB`, for a device `limit`
     in both cases. None if unclear."""
     if (found := quantity(value, bare)) is None:
         return None
@@ -116,12 +116,12 @@ _HALF = Fraction(1, 2)
 
 
 def fitting(shares: Mapping[str, Fraction], limits: Mapping[str, int], room: int | None) -> dict[str, Fraction | int]:
-    """Lower shares and limits in proportion so that they fit `room` bytes (None if unknown). Returns only changed ones.
+    """Lower shares and limits in proportion so that they fit `room` bytes (None if unknown). Returns the changed ones.
 
     Lowers shares if their sum exceeds 100%, else limits. If lowering one kind is not enough, lowers shares and limits
     to one half of `room` each, or shares to the bytes that the smallest possible limits leave. If `room` is unknown,
-    shares leave a tenth of it for limits. Empty if no amounts fit: no limit can be less than `GRANULE`, and no share is
-    lowered to less than `GRANULE`.
+    shares leave a tenth of it for limits. The result is empty if no amounts fit, because no limit can be less
+    than `GRANULE` and no share is lowered to less than `GRANULE`.
     """
     wanted, sizes, least = sum(shares.values(), Fraction(0)), sum(limits.values()), len(limits) * GRANULE
     bytes_left: int | None
