@@ -34,7 +34,7 @@ EXCHANGE = "exchange"
 
 @dataclass(frozen=True, init=False)
 class Row:
-    """One row of the ledger. Sizes are bytes, None if unknown. `bytes` is the amount that the sum adds.
+    """One row of the ledger. Sizes are bytes, None if unknown. `DeviceLedger.sum` adds `bytes`.
 
     kind: framework, overhead, unaccounted, suspended, other processes, driver reserve, free. `lent` is the number of a
     framework's bytes that other frameworks have views of, each byte counted once; None if there is no such view.
@@ -123,7 +123,7 @@ class DeviceLedger:
     def later(
         cls, device: Device, rows: Callable[[], tuple[Row, ...]], process: int | None, limit: int | None, moved: bool
     ) -> DeviceLedger:
-        """A ledger that calls `rows` when its attribute `rows` is first read. `rows` must always return the same."""
+        """A ledger that calls `rows` when its attribute `rows` is first read. `rows` must always return equal rows."""
         found = cls.__new__(cls)
         vars(found).update(device=device, process=process, limit=limit, moved=moved, suspended=None, _rows=rows)
         return found
