@@ -45,8 +45,8 @@ PAUSE_SECONDS = 2.0
 FIRST_USE_SECONDS = 1.0
 """Seconds after an observed call of a library during which growth may be the library's first use."""
 KERNEL_LOAD_SECONDS = 0.01
-"""Seconds after an observed module load during which growth may be loaded kernels. It covers the time between the
-readings of two GPUs."""
+"""Seconds after an observed module load during which growth may be loaded kernels. The
+time must cover the pause between the readings of two GPUs."""
 MAX_STREAK = 5
 """The most growths in a streak that count as first uses, the number of libraries that PyTorch first uses in one
 training step. Further growths count as a leak."""

@@ -40,7 +40,7 @@ class Row:
     framework's bytes that other frameworks have views of, each byte counted once; None if there is no such view.
     `refused` counts the allocations that the framework's allocator refused on this GPU since the budget was applied;
     None if the allocator does not report refusals. `last_refused` is the time of the last refusal (seconds, as of
-    `time.time()`); None if unknown. Both are None in rows of other kinds.
+    `time.time()`); None if unknown. `refused` and `last_refused` are None in rows of other kinds.
     """
 
     kind: str
@@ -104,7 +104,7 @@ class DeviceLedger:
     """The ledger of one GPU. `process`: this process's memory by NVML, None if unknown. `moved`: the figures changed
     while they were read, so the rows may be inconsistent.
 
-    `sum`: the sum of the rows, in bytes. It equals `device.total`. On a GPU with unified memory only the rows of this
+    `sum`: the sum of the rows in bytes, which equals `device.total`. On a GPU with unified memory only the rows of this
     process are added: `sum` equals `process`, and is None if `process` is unknown.
 
     `suspended`: the process's bytes in host memory while the process is suspended (off the GPU); None otherwise. The
