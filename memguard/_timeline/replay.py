@@ -219,7 +219,7 @@ def replay_timeline(
 ) -> TimelineOutcome:
     """Compare each sample of a timeline's `records` with the caps of `plan`, in constant memory.
 
-    `recorded`: `plan` is the plan in the timeline's header. Otherwise pass `unmet_under(header.plan)` as `unmet`.
+    `recorded`: `plan` is the plan in the timeline's header. For other plans pass `unmet_under(header.plan)` as `unmet`.
     """
     run = _Run(plan, unmet_under(plan) if unmet is None else unmet)
     for record in records:

@@ -224,8 +224,8 @@ class Writer:
     def _finish_pending(self, patience: float) -> None:
         """Write the pending records, then close the file if `close` was called.
 
-        Waits at most `patience` seconds for another thread that holds the lock. That thread calls this method too,
-        after it has released the lock.
+        Waits at most `patience` seconds for another thread that holds the lock. After releasing the lock, the other
+        thread also calls this method.
         """
         while self._pending or (self._closing and self._pid == os.getpid()):
             if awaiting(self._writing, self._locked.run, self._do_pending, patience) is None:
@@ -438,7 +438,7 @@ class Writer:
 
     def _make_room(self) -> None:
         """Thin or remove the oldest parts until the limit allows a new file and the next thinning."""
-        # Raises OSError if the folder is missing. The folder may reappear, so the loop must not drop its parts.
+        # Raises OSError if the folder is missing. The folder may reappear, so the loop must not forget its parts.
         os.stat(os.path.dirname(self.path))
         while self._parts and self._held() > self._limit - 2 * self._most:
             oldest = next((part for part in self._parts if not part.own), self._parts[0])
