@@ -160,8 +160,8 @@ _NONE: Mapping[str, FrameworkSample] = MappingProxyType({})
 
 
 class _Level(NamedTuple):
-    """The bytes `used` that no trim can return, and the cap or limit `top`. Both include `base`, this process's
-    overhead. `others`: the clause of a message that names other holders of memory within the limit, or empty.
+    """The bytes `used` that no trim can return, and the cap or limit `top`. `used` and `top` include `base`, this
+    process's overhead. `others`: the clause of a message that names other holders of memory within the limit, or empty.
     """
 
     used: int
@@ -228,8 +228,8 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
 def needed(name: str, usage: FrameworkSample) -> int | None:
     """The bytes of a framework that a trim would not return to the driver; None if the framework reports no figures.
 
-    These are the held bytes less the reclaimable bytes. If either is unknown, or if the framework never returns idle
-    memory, they are the bytes in use.
+    The result is the held bytes less the reclaimable bytes. If either is unknown, or if the framework never returns
+    idle memory, the result is the bytes in use.
     """
     held, in_use, reclaimable, _ = usage
     if held is not None and reclaimable is not None and (in_use is None or name not in NEVER_GIVE_BACK):
@@ -476,8 +476,8 @@ def _beginning(blocks: Sequence[_Block]) -> int | None:
 
 
 def _threes(blocks: Sequence[_Block]) -> list[_Block]:
-    """Of every three half-second windows the one with the lowest level, so that memory which is allocated and freed
-    within 1.5 s does not affect the slope."""
+    """Of every three half-second windows keep the window with the lowest level, so that memory which is allocated and
+    freed within 1.5 s does not affect the slope."""
     return [min(blocks[end - 3 : end], key=lambda block: block.low) for end in range(len(blocks), 2, -3)][::-1]
 
 

@@ -1,7 +1,7 @@
 """The session of a budget: its guard (which applies the caps), out-of-memory hooks, monitor, timeline and extensions.
 
-The monitor's thread detects and reports memory pressure. It never trims caches or raises UnderPressure: both happen at
-the next `memguard.checkpoint`, on a thread of the program.
+The monitor's thread detects and reports memory pressure. The next `memguard.checkpoint`, on a thread of the program,
+trims caches or raises UnderPressure.
 """
 
 from __future__ import annotations

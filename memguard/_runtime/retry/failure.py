@@ -84,8 +84,8 @@ def recognised(error: BaseException, outer: int | None = None) -> Failure | None
 
 
 def first_sentences(text: str) -> str:
-    """The first sentences of the text, in one line. They usually have the requested size and the memory in use; advice
-    follows them."""
+    """The first sentences of the text, in one line. Out-of-memory errors usually give the requested size and the
+    memory in use in these sentences, and advice afterwards."""
     found = ""
     sentences = [" ".join(one.split()) for one in _SENTENCE.split(text.strip())]
     for one in sentences:

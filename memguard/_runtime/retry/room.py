@@ -1,8 +1,8 @@
 """Frees memory for a retry: trims caches and raises the elastic cap of the framework whose request failed.
 
 A retry needs as much memory as the framework held in the failed run, plus the failed request. So this module compares
-the framework's memory before and after the frames are cleared. Without a budget it does nothing. It is the only module
-in `retry/` that uses the guard, the object that applies the budget.
+the framework's memory before and after the frames are cleared. Without a budget this module does nothing. No
+other module in `retry/` uses the guard, the object that applies the budget.
 """
 
 from __future__ import annotations

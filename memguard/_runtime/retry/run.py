@@ -65,7 +65,7 @@ class Run:
         self._outer = None if outer is None else id(outer)  # valid: the exception lives while it is handled
 
     def again(self, error: BaseException) -> bool:
-        """Return True to retry after `error`, and clear its frames. Otherwise add a note to the error."""
+        """Return True to retry after `error`, and clear its frames. Otherwise return False; `error` may get a note."""
         try:
             return self._again(error)
         except Exception as failure:  # an error in memguard must not replace the user's error
