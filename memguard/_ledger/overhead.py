@@ -1,7 +1,8 @@
 """Decides how many bytes outside all frameworks to attribute to CUDA contexts, modules and libraries (no I/O).
 
-The gap is this process's bytes by NVML less the bytes that all frameworks hold. To charge a growth of the gap is to
-attribute the bytes to an observed cause, as overhead. Growth without an observed cause stays unaccounted. Causes are
+The gap is this process's bytes by NVML less the bytes that all frameworks hold. Charging growth of the gap means
+attributing the added bytes to an observed cause, as overhead. Growth without an observed cause stays unaccounted.
+Causes are
 
 - a new owner: the primary CUDA context, a framework, an NCCL communicator, or a non-primary (second) context. The
   growth in the first reading after the owner appeared is charged, up to the owner's reserve in `_budget.policy`. An
@@ -13,8 +14,8 @@ attribute the bytes to an observed cause, as overhead. Growth without an observe
   live framework.
 
 Where calls into libraries (entries) cannot be observed, every loaded library and every kernel load is a possible cause.
-In that case the growth must be close to the measured size. Two first uses are charged together only if a framework, a
-communicator or a library has just appeared. Repeated growth is not charged.
+In that case the growth must be close to the measured size of a first use. Two first uses are charged together only if a
+framework, a communicator or a library has just appeared. Repeated growth is not charged.
 
 Growth beyond the reserve of the live frameworks in `_budget.policy` is unaccounted. When the memory of a first use or
 of kernels is freed, its charge is removed. While a framework does not report its held bytes, growth may be memory of
@@ -44,17 +45,17 @@ PAUSE_SECONDS = 2.0
 FIRST_USE_SECONDS = 1.0
 """Seconds after an observed call of a library during which growth may be the library's first use."""
 KERNEL_LOAD_SECONDS = 0.01
-"""Seconds after an observed module load during which growth may be loaded kernels. It covers the time between the
-readings of two GPUs."""
+"""Seconds after an observed module load during which growth may be loaded kernels. The
+time must cover the pause between the readings of two GPUs."""
 MAX_STREAK = 5
-"""The most growths in a streak that may be first uses: PyTorch's libraries in one training step. Further growths are a
-leak."""
+"""The most growths in a streak that count as first uses, the number of libraries that PyTorch first uses in one
+training step. Further growths count as a leak."""
 MAX_FIRST_USES = 3
 """The most first uses to which one growth is attributed, if calls of their libraries were observed."""
 ANY = frozenset(LIBRARIES)
 """All known libraries, which count as loaded if the loaded libraries cannot be observed."""
 Use = tuple[str, int]
-"""A first use of a library: the framework's name, and the index in `first_uses` of its spec."""
+"""A first use of a library: the framework's name, and the index into `first_uses` of the framework's spec."""
 Charge = tuple[int, frozenset[Use], int]
 """The charged bytes, the first uses that they cover, and how many of the bytes are for kernels."""
 
@@ -69,7 +70,8 @@ class Overhead:
                         of its memory at its first collective
     last_gap            the gap of the last reading. The growth since that reading is charged to a new owner, even if
                         an earlier gap was larger
-    slabs               the bytes of the driver's slabs that no framework counts, in this reading; no gap includes them
+    slabs               the bytes of the driver's slabs that no framework counts, in this reading. Every gap excludes
+                        these bytes
     owner_appeared      True if an owner or a library was new in the last reading
     second_contexts     the bytes of `charged` for non-primary contexts
     loaded              the libraries loaded so far
@@ -119,12 +121,12 @@ class Overhead:
 
     @property
     def lasting(self) -> tuple[int, int]:
-        """The figures that only a consistent reading, during which no framework allocates, may change. Otherwise memory
-        that a framework allocates after its figures were read would be charged as overhead."""
+        """`charged` and `largest_gap`. Only a consistent reading, during which no framework allocates, may change these
+        figures. Otherwise memory that a framework allocates after its figures were read would be charged."""
         return self.charged, self.largest_gap
 
     def with_slabs(self, slabs: int) -> Overhead:
-        """A copy with this value of `slabs`, made in a tenth of the time of `replace`."""
+        """Return a copy with this value of `slabs`, in a tenth of the time of `replace`."""
         found = object.__new__(Overhead)
         vars(found).update(vars(self), slabs=slabs)
         return found
@@ -161,7 +163,8 @@ class Overhead:
         observed = self.with_entries(entries, now, new)
         if new:
             growth = max(growth, min(since, allowed))
-        elif observed.entered:  # not from `largest_gap`, an old peak; excludes charged memory that is allocated again
+        elif observed.entered:
+            # Not from `largest_gap`, which may be an old peak. `charged` excludes charged memory allocated again.
             growth = max(growth, gap - max(self.last_gap, self.charged))
         late = sum(map(modules, _second_contexts(new)))
         growth = max(growth, min(late, gap - self.charged))
@@ -251,7 +254,7 @@ class Overhead:
         self, entries: frozenset[tuple[str, int]], now: float, new: frozenset[str] = frozenset()
     ) -> Overhead:
         """The state with these counts of `Host.entries`. If `new` has owners, calls of libraries that were not observed
-        before do not count as entered: their memory is charged to the new owner."""
+        before do not count as entered, because the memory of these libraries is charged to the new owner."""
         known = {name for name, _ in self.entries}
         came = frozenset([name for name, count in entries - self.entries if count and (name in known or not new)])
         since, before = now - self.entered_at, self.entered
@@ -318,8 +321,8 @@ class Overhead:
         )
 
     def _with_charge(self, size: int, used: frozenset[Use] = frozenset(), kernels: int = 0) -> tuple[Charge, ...]:
-        """`charges` with this charge appended. A charge below the driver's page size is omitted: when its memory is
-        freed, NVML's figures do not change."""
+        """`charges` with this charge appended. A charge below the driver's page size is omitted, because NVML's
+        figures do not change when the memory of such a charge is freed."""
         return (*self.charges, (size, used, kernels)) if size >= GRANULE else self.charges
 
     def _without_freed_charge(self, fall: int, missing: int) -> tuple[Overhead, int] | None:
@@ -339,7 +342,7 @@ class Overhead:
         return None
 
     def _uncharged_first_uses(self) -> Iterator[tuple[str, int, str, int]]:
-        """The first uses not yet charged: framework, index in its spec, library, bytes."""
+        """Yield framework, index into the spec's `first_uses`, library and bytes of each first use not yet charged."""
         for name in sorted(self.appeared):
             for place, (library, size) in enumerate(SPECS[name].first_uses if name in SPECS else ()):
                 if (name, place) not in self.first_uses:
@@ -356,7 +359,7 @@ class Overhead:
 
 
 def _steady(growth: int, before: tuple[int, int]) -> bool:
-    """True if this growth and the two before it have about the same size: a leak rather than a first use."""
+    """True if this growth and the two before it have about the same size, which indicates a leak, not a first use."""
     return min(before) >= growth * 3 // 4 and max(before) <= growth * 4 // 3
 
 
@@ -376,7 +379,7 @@ def _upper_bound(measured: int) -> int:
 
 
 def _first_uses_of_new(new: frozenset[str], charge: int) -> frozenset[Use]:
-    """The first uses that a charge for new frameworks covers besides their initial memory; larger uses first."""
+    """The first uses that `charge` bytes for the owners `new` cover in addition to the initial memory of the owners."""
     uses = [(name, place) for name in new & set(SPECS) for place in range(len(SPECS[name].first_uses))]
     return _largest_that_fit(uses, charge - sum(map(_initial_memory, new)))
 
@@ -412,8 +415,8 @@ def _second_contexts(names: frozenset[str]) -> frozenset[str]:
 
 
 def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
-    """The most bytes to charge for these owners: their figures of `reserve: auto` if `exact`, else the smaller measured
-    sizes."""
+    """The most bytes to charge for these owners. If `exact`, uses the figures of the budget's setting `reserve: auto`,
+    else the smaller measured sizes."""
     if not appeared:
         return 0
     if not exact:
@@ -422,8 +425,9 @@ def expected_overhead(appeared: frozenset[str], exact: bool = True) -> int:
 
 
 def own_bytes(processes: Mapping[int, int | None], pid: int, active: bool) -> int | None:
-    """This process's memory by NVML. None if NVML lists the process without bytes, or does not list an active process.
+    """This process's bytes by NVML, 0 if NVML does not list the process and the process is not `active`.
 
+    None if NVML lists the process without bytes, or does not list an active process.
     In a container NVML does not list the process, because NVML uses the host's PIDs.
     """
     if pid in processes:
@@ -458,7 +462,7 @@ def held_by(usages: Mapping[str, Usage | None]) -> Held:
             known += held
             if name != POOL and name != EXCHANGE:
                 live.append(name)
-    return tuple.__new__(Held, (known, frozenset(live), exact, at_least))  # half the time of the constructor
+    return tuple.__new__(Held, (known, frozenset(live), exact, at_least))  # takes half the time of the constructor
 
 
 def same_held(before: Mapping[str, Usage | None], after: Mapping[str, Usage | None], pooled: Collection[str]) -> bool:

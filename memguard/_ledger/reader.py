@@ -2,7 +2,7 @@
 
 Overhead is memory outside all frameworks that is attributed (charged) to CUDA contexts, modules and libraries; the
 module `overhead` decides how many bytes to charge. `LedgerReader._usages` reads the frameworks. `reading` reads NVML
-before and after `_usages`, and repeats all if NVML's figures changed; `sample` and `read_unlocked` read NVML once. The
+before and after `_usages`, and repeats both if NVML's figures changed; `sample` and `read_unlocked` read NVML once. The
 module `rows` builds the ledger's rows and the sample.
 """
 
@@ -58,7 +58,7 @@ _DEFAULTS = {"libraries": Framework.libraries, "contexts": Framework.contexts, "
 _NamedFrameworks = tuple[tuple[str, Framework], ...]
 _Overriding = tuple[_NamedFrameworks, ...]
 _SEARCH_INTERVAL = 1.0
-"""Least seconds between two searches for the cause of growth: during a leak, every reading finds growth."""
+"""Least seconds between two searches for the cause of growth. During a leak every reading finds growth."""
 _ENTRIES_MAX_AGE = 0.1
 """Seconds for which a reading without growth reuses the observed library entries."""
 
@@ -103,7 +103,7 @@ class LedgerReader:
         self._locked = LockedRunner(order=LockOrder.READER)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for a reading in progress on another thread. True if it ends within `seconds`."""
+        """Wait for a reading in progress on another thread. Returns True if the reading ends within `seconds`."""
         return self._locked.run(bool, seconds) is not None
 
     def unnamed(self) -> Mapping[str, Framework]:
@@ -122,8 +122,8 @@ class LedgerReader:
     ) -> DeviceLedger:
         """Read one GPU and build its ledger. `refusals` is passed to `device_ledger`.
 
-        Raises MemguardError if another thread's reading does not end in time: a hanging driver call must not block
-        every caller.
+        Raises MemguardError if another thread's reading does not end in time, so that a hanging driver call does not
+        block every caller.
         """
         return self.ledger_of(self.reading(device_plan, frameworks), device_plan, enforcements, refusals)
 
@@ -174,7 +174,7 @@ class LedgerReader:
         }
 
     def sample(self, device_plan: DevicePlan, frameworks: Mapping[str, Framework]) -> DeviceSample:
-        """Read one GPU for the monitor, each figure once: cheap enough for several samples a second.
+        """Read one GPU for the monitor, each figure once, which is cheap enough for several samples a second.
 
         If the unaccounted memory has changed, `sample` calls `_read`, which updates the overhead.
         """
@@ -187,7 +187,8 @@ class LedgerReader:
         device_plan: DevicePlan,
         frameworks: Mapping[str, Framework],
     ) -> _Read:
-        """Call `read` after another thread's reading has ended: only one reading at a time may update the overhead.
+        """Call `read` after another thread's reading has ended, because only one reading at a time may update the
+        overhead. Returns the result of `read`.
 
         A signal handler must not wait, because the other thread may be waiting for a framework's lock that the
         interrupted code holds. In a signal handler `read` runs immediately, with `charge` False.
@@ -230,7 +231,7 @@ class LedgerReader:
         own = own_bytes(processes, pid, bool(active) or bool(live and active is None))
         found = [libraries for name, one in with_libraries if name in live and (libraries := one.libraries())]
         appeared = live.union(*found, _CONTEXT if active or own else ())
-        # None if this process's bytes changed in every attempt (another thread allocates): no overhead is charged.
+        # `gap` is None if this process's bytes changed in every attempt, because another thread allocates.
         gap = None if own is None or now != before else own - known - state.slabs
         owners = self._second_contexts(device, with_contexts, 0 if gap is None else state.last_gap - gap)
         if gap is not None:
@@ -331,7 +332,7 @@ class LedgerReader:
         first use. If entries cannot be observed, a search that found no new library is not repeated for a second.
         """
         new = appeared - state.appeared
-        if not mark:  # in a signal handler, which must return soon: the next reading searches
+        if not mark:  # a signal handler must return soon, so the next reading searches instead
             return state.loaded, self.host.entries(mark=False)
         if new:
             return self.host.libraries(), self._read_entries(new)
@@ -378,11 +379,11 @@ class LedgerReader:
         return found
 
     def _read_own_bytes(self, device: Device, usages: Mapping[str, Usage | None]) -> int | None:
-        """This process's bytes, from NVML's process list, the slowest call of a sample.
+        """This process's bytes, from NVML's process list; None if unknown.
 
-        So `_sample` calls this method only if the GPU's used bytes have changed, and every tenth time: one process may
-        have freed as many bytes as another allocated. On unified memory NVML reports no used bytes, so each sample
-        calls this method.
+        Reading the list is the slowest call of a sample. So `_sample` calls this method only if the GPU's used bytes
+        have changed, and at every tenth sample, because one process may have freed as many bytes as another allocated.
+        On unified memory NVML reports no used bytes, so each sample calls this method.
         """
         processes, pid = self.host.processes(device), self.host.pid
         live = pid not in processes and (
@@ -415,7 +416,7 @@ class LedgerReader:
         self, device: Device, frameworks: Mapping[str, Framework], read: Mapping[str, Usage | None]
     ) -> dict[str, Usage]:
         """The row of the pool's idle memory; empty before the pool exists. `read` has the rows of the frameworks that
-        allocate from the pool. All these rows add up to the pool's size, to the byte."""
+        allocate from the pool. Their rows and the row of idle memory add up to the pool's size, to the byte."""
         if self.shared_pool is None:
             return {}
         members = [(one, usage) for name, one in frameworks.items() if one.pooled and (usage := read.get(name))]

@@ -34,13 +34,13 @@ EXCHANGE = "exchange"
 
 @dataclass(frozen=True, init=False)
 class Row:
-    """One row of the ledger. Sizes are bytes, None if unknown. `bytes` is the amount that the sum adds.
+    """One row of the ledger. Sizes are bytes, None if unknown. `DeviceLedger.sum` adds `bytes`.
 
     kind: framework, overhead, unaccounted, suspended, other processes, driver reserve, free. `lent` is the number of a
     framework's bytes that other frameworks have views of, each byte counted once; None if there is no such view.
     `refused` counts the allocations that the framework's allocator refused on this GPU since the budget was applied;
     None if the allocator does not report refusals. `last_refused` is the time of the last refusal (seconds, as of
-    `time.time()`); None if unknown. Both are None in rows of other kinds.
+    `time.time()`); None if unknown. `refused` and `last_refused` are None in rows of other kinds.
     """
 
     kind: str
@@ -104,7 +104,7 @@ class DeviceLedger:
     """The ledger of one GPU. `process`: this process's memory by NVML, None if unknown. `moved`: the figures changed
     while they were read, so the rows may be inconsistent.
 
-    `sum`: the sum of the rows, in bytes. It equals `device.total`. On a GPU with unified memory only the rows of this
+    `sum`: the sum of the rows in bytes, which equals `device.total`. On a GPU with unified memory only the rows of this
     process are added: `sum` equals `process`, and is None if `process` is unknown.
 
     `suspended`: the process's bytes in host memory while the process is suspended (off the GPU); None otherwise. The
@@ -123,7 +123,7 @@ class DeviceLedger:
     def later(
         cls, device: Device, rows: Callable[[], tuple[Row, ...]], process: int | None, limit: int | None, moved: bool
     ) -> DeviceLedger:
-        """A ledger that calls `rows` when its attribute `rows` is first read. `rows` must always return the same."""
+        """A ledger that calls `rows` when its attribute `rows` is first read. `rows` must always return equal rows."""
         found = cls.__new__(cls)
         vars(found).update(device=device, process=process, limit=limit, moved=moved, suspended=None, _rows=rows)
         return found

@@ -25,7 +25,7 @@ class Watch:
         self._failed = False
 
     def remove(self) -> None:
-        """Unregister the callback. Any thread may call this, also repeatedly, and the callback itself may."""
+        """Unregister the callback. Any thread, and the callback itself, may call this method, also repeatedly."""
         for position, one in enumerate(self._registered):
             if one is self:
                 del self._registered[position]

@@ -1,7 +1,7 @@
 """Extensions: optional features of a budget's session, each configured by one section of the budget file.
 
-Examples are leases, metrics and suspension. `memguard.api.EXTENSIONS` lists all extensions. `load` imports only those
-that the budget enables. A session calls them only through the base class `Extension`.
+Examples are leases, metrics and suspension. `memguard.api.EXTENSIONS` lists all extensions. `load` imports only the
+extensions that the budget enables. A session calls them only through the base class `Extension`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class BudgetLease(Protocol):
 
     held: bool
     kept: bool
-    """True while a replacing budget takes over this lease: the end of the replaced budget must not release it."""
+    """True while a replacing budget takes over this lease, so that the end of the replaced budget does not release the
+    lease."""
 
     def take(
         self,
@@ -41,7 +42,7 @@ class BudgetLease(Protocol):
         unwanted: Callable[[], bool] | None = ...,
         look: OnPoll | None = ...,
     ) -> bool:
-        """Claim the lease, waiting for at most `wait` seconds. Returns True if it waited.
+        """Claim the lease, waiting for at most `wait` seconds. Returns True if the call waited.
 
         `say` logs a sentence, `unwanted` returns True to end the wait, `look` is called at each poll.
         """
@@ -95,8 +96,8 @@ class Extension:
     """True to start the extension before the monitor, so that it receives the first event."""
 
     def prepare(self, session: SessionContext, before: SessionContext | None) -> None:
-        """Raise an error to reject the budget. Called before anything is applied. The session `before` is the one in
-        effect, or None."""
+        """Raise an error to reject the budget. Called before anything is applied. `before` is the session in effect, or
+        None."""
 
     def while_waiting(self, session: SessionContext, say: Say) -> OnPoll | None:
         """Return a function to call at each poll while the budget waits for its lease, or None."""

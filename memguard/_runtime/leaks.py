@@ -34,7 +34,7 @@ class Workloads:
             return None
         key = report.name, report.framework
         ends = self._ends.pop(key, None) or _Ends()
-        self._ends[key] = ends  # at the end: the least recently used workload is dropped first
+        self._ends[key] = ends  # re-inserted at the end, because the least recently used workload is dropped first
         while len(self._ends) > _NAMES:
             self._ends.pop(next(iter(self._ends)))
         return ends.another(report.after, report.delta)
@@ -57,7 +57,7 @@ class _Ends:
         self._count += 1
         self._after.append(after)
         self._left.append((self._left[-1] if self._left else 0) + delta)
-        if self._suspected or (self._count > 20 and self._count % 10):  # a test takes 0.5 ms: later test every tenth
+        if self._suspected or (self._count > 20 and self._count % 10):  # after 20 test every tenth: a test takes 0.5 ms
             return None
         both = [list(self._after), list(self._left)]
         if not all(_rises(_kept(series)) for series in both):
@@ -94,7 +94,7 @@ def _kept(afters: Sequence[int]) -> Sequence[int]:
 
 
 def _rises(kept: Sequence[int]) -> bool:
-    """True if enough pairs of values rise. Called first because it is cheap: `_theil_sen` takes a millisecond."""
+    """True if enough pairs of values rise. Called before `_theil_sen`, which takes a millisecond."""
     count = len(kept)
     if count < 12:
         return count >= 4 and all(a < b for a, b in pairwise(kept))

@@ -7,7 +7,7 @@ is reached, and falls below the threshold less the hysteresis.
 
 A forecast needs a steady rise over at least 3 s and 6 windows of half a second, above all levels of the previous five
 minutes, to more than three quarters of the cap. Below three quarters the rise may be the loading of a model, or the
-first batch. So the forecast of a leak comes when three quarters of the cap are in use, at the earliest. If the memory
+first batch. So a leak is forecast, at the earliest, when three quarters of the cap are in use. If the memory
 in use varies over several seconds by much more than a leak adds, the forecast comes late. The module `leaks` detects
 slow leaks from repetitions of a workload.
 
@@ -39,12 +39,12 @@ BLOCKS = 20
 EVIDENCE = 3.0, 6
 """The least duration of a steady rise, in seconds and in windows."""
 RISING = 6 / 7, 3 / 4
-"""In a steady rise, the least fraction of the pairs of windows that rise: for fewer than ten windows, and for more. It
-excludes chance and a single step, and tolerates noise."""
+"""The least fraction of the pairs of windows that must rise in a steady rise. The first value applies to fewer than ten
+windows, the second to ten or more. The threshold excludes chance and a single step, and tolerates noise."""
 FLOOR = 0.755
-"""The least fraction of a cap in use for a forecast."""
+"""The least fraction of a cap that must be in use for a forecast."""
 MEMORY = 300.0
-"""Seconds for which peak levels are stored: one peak for each tenth of that time."""
+"""Seconds for which peak levels are stored, as one peak for each tenth of `MEMORY`."""
 AGAIN = 60.0
 """Seconds before the same warning may be repeated, and seconds without a new peak after which a rise has ended."""
 LEAKED = 32 * MIB
@@ -160,8 +160,8 @@ _NONE: Mapping[str, FrameworkSample] = MappingProxyType({})
 
 
 class _Level(NamedTuple):
-    """The bytes `used` that no trim can return, and the cap or limit `top`. Both include `base`, this process's
-    overhead. `others`: the clause of a message that names other holders of memory within the limit, or empty.
+    """The bytes `used` that no trim can return, and the cap or limit `top`. `used` and `top` include `base`, this
+    process's overhead. `others`: the clause of a message that names other holders of memory within the limit, or empty.
     """
 
     used: int
@@ -228,8 +228,8 @@ def decide(settings: Settings, sample: Sample, state: PressureState) -> tuple[Pr
 def needed(name: str, usage: FrameworkSample) -> int | None:
     """The bytes of a framework that a trim would not return to the driver; None if the framework reports no figures.
 
-    These are the held bytes less the reclaimable bytes. If either is unknown, or if the framework never returns idle
-    memory, they are the bytes in use.
+    The result is the held bytes less the reclaimable bytes. If either is unknown, or if the framework never returns
+    idle memory, the result is the bytes in use.
     """
     held, in_use, reclaimable, _ = usage
     if held is not None and reclaimable is not None and (in_use is None or name not in NEVER_GIVE_BACK):
@@ -288,7 +288,7 @@ def _tops(device: DeviceSample, bounds: Bounds, needs: Mapping[str, int | None])
         elif name in bounds.most:
             taken[name] = max(least, needs[name] or 0)
         else:
-            taken[name] = usage.cap or least  # `memguard.resize` may have changed it
+            taken[name] = usage.cap or least  # not the plan's cap, which `memguard.resize` may have changed
     free = bounds.room - sum(taken.values())
     return {name: max(min(most, free + taken[name]), bounds.least[name]) for name, most in bounds.most.items()}
 
@@ -316,7 +316,7 @@ def _seen(track: _Track, time: float, used: int) -> _Track:
 
 
 def _remembered(peaks: tuple[tuple[int, int], ...], block: _Block, now: float) -> tuple[tuple[int, int], ...]:
-    """Add the highest level of `block`, which leaves the windows, and drop peaks older than `MEMORY`."""
+    """Add the highest level of `block`, which is removed from the windows, and drop peaks older than `MEMORY`."""
     part = int(block.time // (MEMORY / 10))
     if peaks and peaks[-1][0] == part:
         if block.high <= peaks[-1][1]:
@@ -419,7 +419,7 @@ def _leak(settings: Settings, now: float, uuid: str, unaccounted: int, track: _T
 
 
 def _speed(track: _Track) -> float | None:
-    """The bytes per second of a steady rise by at least `LEAKED` in the windows or in the stored peaks; or None."""
+    """The bytes per second of a steady rise by at least `LEAKED` in the windows or in the stored peaks; else None."""
     if (climb := _climb(track)) is not None:
         steps = [b.low - a.low for a, b in pairwise(track.blocks)]
         # Ignore the largest step, which may have another cause. Require `STEPS` steps, because the first uses of a few
@@ -434,7 +434,7 @@ def _speed(track: _Track) -> float | None:
 
 
 def _rise(level: _Level, track: _Track) -> tuple[float, float] | None:
-    """The bytes per second of a steady rise, and the seconds until the level reaches `top`; or None."""
+    """The bytes per second of a steady rise, and the seconds until the level reaches `top`; None without a rise."""
     floor = level.top - (1 - FLOOR) * (level.top - level.base)
     climb = _climb(track) if track.blocks[-1].high > floor else None
     return (climb.slope, (level.top - climb.high) / climb.slope) if climb is not None else None
@@ -462,7 +462,7 @@ def _climb(track: _Track) -> _Climb | None:
         return None
     for part in (blocks[first:], blocks[first // 2 :], blocks, _threes(blocks)):
         slope = _slope(part)
-        # Require a rise above earlier peaks by the slope times 2 s: a smaller rise may be a batch like earlier batches.
+        # Require a rise above earlier peaks by the slope times 2 s. Variation between batches can cause a smaller rise.
         if slope > 0 and high > highest + 2 * slope:
             return _Climb(slope, high)
     return None
@@ -476,8 +476,8 @@ def _beginning(blocks: Sequence[_Block]) -> int | None:
 
 
 def _threes(blocks: Sequence[_Block]) -> list[_Block]:
-    """Of every three half-second windows the one with the lowest level, so that memory which is allocated and freed
-    within 1.5 s does not affect the slope."""
+    """Of every three half-second windows keep the window with the lowest level, so that memory which is allocated and
+    freed within 1.5 s does not affect the slope."""
     return [min(blocks[end - 3 : end], key=lambda block: block.low) for end in range(len(blocks), 2, -3)][::-1]
 
 

@@ -198,7 +198,7 @@ class Runtime:
         if type(state) is Active or type(state) is Idle:
             return state
         if self._environment is not None and state.session is None and workers.disabled(os.environ):
-            self._stay_idle(_DISABLED, os.environ.get("MEMGUARD_CONFIG", ""))  # only this variable names a budget
+            self._stay_idle(_DISABLED, os.environ.get("MEMGUARD_CONFIG", ""))  # MEMGUARD_CONFIG names the only budget
             return self._state
         return self._awaited()
 
@@ -210,7 +210,8 @@ class Runtime:
     def _awaited(self) -> Empty:
         if self._environment is not None:
             self._environment.activate()
-        if type(self._state) is Starting:  # bounded: `init` may itself wait for an import on this thread
+        if type(self._state) is Starting:
+            # Wait with a timeout: `init` on another thread may be waiting for an import lock that this thread holds.
             free(self.lock, _PATIENCE)
         state = self._state
         why = getattr(self._environment, "why", None)
@@ -366,7 +367,7 @@ class Runtime:
     def _start(self, session: Session) -> None:
         """Make the session current and start it. `_in_effect` undoes an interrupted start. Callers hold the lock."""
         try:
-            # Set before `start`: while it runs, an import on another thread may call memguard.
+            # Set before `start`, because an import on another thread may call memguard while `start` runs.
             self._state = Starting(session, self._state.without_session())
             session.start()
         finally:
@@ -410,7 +411,10 @@ class Runtime:
 
     # the Idle state
     def _stay_idle(self, why: str, budget: BudgetLike, *, loud: bool = False) -> Guard:
-        """Enter the Idle state, unless a budget is in effect. `loud` logs at level warning, not info."""
+        """Enter the Idle state for the reason `why`, and return its guard. `loud` logs at level warning, not info.
+
+        If a budget is in effect, the state stays, and the guard of the budget in effect is returned.
+        """
         state = self._state
         before, found = state.idle, state.session
         if found is not None and found.active:
@@ -434,7 +438,10 @@ class Runtime:
         return idle
 
     def _stay_passive(self) -> Guard:
-        """Apply no budget and access no GPU. Called in a multiprocessing worker that imports the program's script."""
+        """Apply no budget and access no GPU. Called in a multiprocessing worker that imports the program's script.
+
+        Returns a `PassiveGuard`, or the guard of a budget in effect.
+        """
         state = self._state
         if state.session is not None and state.session.active:
             return state.session.guard
@@ -450,7 +457,7 @@ class Runtime:
     # the end
 
     def shutdown(self) -> list[str]:
-        """Implements `memguard.shutdown`."""
+        """Implements `memguard.shutdown`. Returns the list that `Guard.stop` returns; empty without a budget."""
         if self.claiming:  # ends the wait of an `init` on another thread or in an outer call
             self._shutdown_requested = True
         with self.lock:
@@ -556,7 +563,7 @@ def _names(simulate: str | Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def simulated_names(host: Host) -> tuple[str, ...] | None:
-    """The names of this host's simulated GPUs; None for real GPUs."""
+    """The names of the simulated GPUs of `host`; None for real GPUs."""
     return getattr(host, "names", ()) if host.simulated else None
 
 

@@ -1,8 +1,8 @@
 """The monitor: a daemon thread that takes samples, evaluates them with `pressure` and carries out the actions.
 
-The module accesses no GPU and no framework: the caller passes functions for that, and a clock. No error ends the
-thread: a failed sample is logged once and retried later, a failed callback is logged once. The monitor stores the text
-of an exception, never the exception, because its traceback would keep the arrays of its frames alive.
+The module accesses no GPU and no framework. The caller passes functions that access them, and a clock. No error ends
+the thread: a failed sample is logged once and retried later, a failed callback is logged once. The monitor stores the
+text of an exception, never the exception, because its traceback would keep the arrays of its frames alive.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _BEGIN = 0.2
 _LOOK = 0.005
 """Seconds between two polls in `wait_for_sample`."""
 JOIN = 2.0
-"""The most seconds that `stop` waits for the thread, which ends only after a hanging driver call."""
+"""The most seconds that `stop` waits for the thread to end. The thread cannot end while a driver call hangs."""
 
 
 class Flag:
@@ -90,7 +90,8 @@ class Monitor:
     """The monitor of one budget. It calls `take` to read a sample, `record` with the sample and its events, and `act`
     with each action that `pressure.decide` returns.
 
-    All three are called on the monitor's thread. If `take` raises, `record` is called with a sample without devices.
+    `take`, `record` and `act` are called on the monitor's thread. If `take` raises, `record` is called with a sample
+    without devices.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Monitor:
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
-        # `start` was interrupted. If the thread begins nevertheless, it ends immediately.
+        # `start` was interrupted before the thread began. If the thread begins later, it finds `_stop` set and ends.
         if thread.ident is None and not thread.is_alive():
             self._begun.wait(_BEGIN)
         if self._begun.is_set():  # `join` raises for a thread that has not begun
@@ -230,7 +231,7 @@ class Monitor:
         return seconds if math.isfinite(seconds) else 0.0
 
     def _retry(self) -> float:
-        """Seconds until the next attempt: exponential backoff, up to the larger of `SLOWEST_RETRY` and the interval."""
+        """Seconds until the next attempt, by exponential backoff, at most `SLOWEST_RETRY` or the longer interval."""
         interval = self._settings.interval
         return min(interval * 2.0 ** min(self._failures, 30), max(SLOWEST_RETRY, interval))
 

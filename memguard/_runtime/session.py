@@ -1,7 +1,7 @@
 """The session of a budget: its guard (which applies the caps), out-of-memory hooks, monitor, timeline and extensions.
 
-The monitor's thread detects and reports memory pressure. It never trims caches or raises UnderPressure: both happen at
-the next `memguard.checkpoint`, on a thread of the program.
+The monitor's thread detects and reports memory pressure. The next `memguard.checkpoint`, on a thread of the program,
+trims caches or raises UnderPressure.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _thread = threading.local()
 
 
 def outlived(active: Session | None) -> bool:
-    """True if this thread is the monitor thread of an ended budget while another budget is active."""
+    """True if this thread is the monitor thread of an ended budget while `active` is the session of another budget."""
     own = getattr(_thread, "session", None)
     return own is not None and active is not None and active is not own
 
@@ -72,18 +72,20 @@ class Session:
         self.undo = Undo()
         """Undo steps that run at the end of the budget, before its allocator caps are removed."""
         self._pending_trims: deque[Event | None] = deque(maxlen=64)
-        """The pressure events for which the next checkpoint trims caches. None makes it call the extensions."""
+        """The pressure events for which the next checkpoint trims caches. `wake` adds None, so that the
+        checkpoint calls the extensions."""
         self._pending_errors: dict[tuple[str | None, str | None], Event] = {}
         """The pressure events for which the next checkpoint raises UnderPressure, by UUID and framework."""
         self._settings: pressure.Settings | None = None
         self.lease: BudgetLease | None = None
-        """The budget's claim of GPU memory among the processes of this machine, or None. The guard releases it last."""
+        """The budget's claim of GPU memory among the processes of this machine, or None. The guard releases the lease
+        last."""
         self.simulated_stand_in = False
         """True if a simulated GPU replaces a missing one. `init` with the same budget then returns this session."""
         self._workloads = Workloads()
         self._refusals = RefusalEvents()
         self._pid = os.getpid()
-        self._here = threading.local()  # per thread: `monitor` on the monitor thread, `busy` in a checkpoint
+        self._here = threading.local()  # per thread: `monitor` is True on the monitor's, `busy` in a checkpoint
 
     @property
     def active(self) -> bool:
@@ -153,7 +155,7 @@ class Session:
             self.guard.stop()
             raise
         if getattr(_thread, "session", None) is not None:
-            _thread.session = self  # a callback on a monitor thread began this budget, so it may also end it
+            _thread.session = self  # a callback on a monitor thread began this budget, so it may also end the budget
 
     def _make_monitor(self) -> Monitor | None:
         """Create the monitor without starting it; None if the budget has none."""

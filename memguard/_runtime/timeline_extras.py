@@ -98,7 +98,7 @@ def _writer(session: SessionContext) -> Writer:
 
 
 class Peaks:
-    """Decides which peaks to write, from the last written peaks. Has no lock: two threads may write a peak twice."""
+    """Decides which peaks to write, from the last written peaks. Has no lock, so two threads may both write a peak."""
 
     def __init__(self, every: float = PEAKS_EVERY, clock: Callable[[], float] = time.monotonic) -> None:
         self._every, self._clock = every, clock
@@ -144,7 +144,7 @@ class Spans:
         self._rows: dict[tuple[str, str], _Row] = {}
 
     def ended(self, report: WorkloadReport, seconds: float, failed: str | None) -> list[Event]:
-        """Add an ended workload. Returns the events to write now. `failed`: the class name of its error."""
+        """Add an ended workload. Returns the events to write now. `failed`: class name of the workload's exception."""
         now, key = self._clock(), (report.name, report.framework)
         with self._lock:
             if failed is not None:
@@ -195,8 +195,8 @@ class TimelineExtras:
     """Writes the spans, peaks and final sample of one budget. Never raises; omits figures that cannot be read."""
 
     def __init__(self, guard: Guard, monitor: Monitor, writer: Writer, undo: Undo) -> None:
-        """`undo` must already have the step that closes the writer, and not yet the step that stops the monitor: steps
-        run last first."""
+        """`undo` must already have the step that closes the writer, and not yet the step that stops the monitor,
+        because the steps run in reverse order."""
         self._guard, self._monitor, self._writer = guard, monitor, writer
         self._peaks, self._spans = Peaks(), Spans()
         self._pid, self._taken = os.getpid(), False  # `_taken`: `_before_exit` has written the final sample
@@ -218,7 +218,7 @@ class TimelineExtras:
             self._writer.event(event)
 
     def at_exit(self) -> None:
-        """Called by `atexit`. Reads no framework if `_before_exit` has, because frameworks may be shut down by now."""
+        """Called by `atexit`. After `_before_exit`, reads no framework, because frameworks may be shut down by now."""
         if self._taken and self._pid == os.getpid():
             self._write_spans(everything=True)
         else:

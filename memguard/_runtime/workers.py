@@ -1,6 +1,6 @@
 """Detects processes in which `memguard.init` applies no budget, and defines the inactive guards that it returns there.
 
-These are multiprocessing workers, processes with MEMGUARD_DISABLE, and processes without a GPU.
+Such processes are multiprocessing workers, processes with MEMGUARD_DISABLE, and processes without a GPU.
 
 With the start methods `spawn` and `forkserver` (the default from Python 3.14 on), multiprocessing imports the program's
 script in each worker, which runs a `memguard.init` at module level again. If `init` applied the budget there, each
@@ -63,7 +63,7 @@ def from_fork_server(modules: Mapping[str, object], command: Sequence[str]) -> b
 
 
 def wanted(reimporting: bool, environ: Mapping[str, str]) -> bool:
-    """True if `init` should apply its budget: not `reimporting`, or MEMGUARD_CHILDREN is set."""
+    """True if `init` should apply its budget because `reimporting` is False or MEMGUARD_CHILDREN is set."""
     return not reimporting or environ.get(CHILDREN, "") not in ("", "0")
 
 

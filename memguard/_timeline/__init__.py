@@ -12,7 +12,7 @@ from memguard._timeline.writer import Writer as Writer
 if TYPE_CHECKING:
     from memguard._timeline.reader import Timeline as Timeline
     from memguard._timeline.reader import load_timeline as load_timeline
-else:  # the reader is imported on first use: a program that only writes a timeline does not need it
+else:  # import the reader on first use, because a program that only writes a timeline does not need it
 
     def __getattr__(name: str) -> object:
         if name not in ("Timeline", "load_timeline"):

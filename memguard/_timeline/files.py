@@ -20,7 +20,7 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 """With O_NONBLOCK, `open` of a FIFO without a writer does not block. `open_regular` then rejects the FIFO."""
 
 _NUMBERED = re.compile(r"(.*[^/])\.\d{1,9}((?:\.[^./]*)?)", re.ASCII | re.DOTALL)
-"""The path of an older part, as returned by `rotated`. Without the number it is the path of the newest part."""
+"""Matches the path of an older part, as `rotated` returns. The two groups, joined, are the path of the newest part."""
 
 
 def expand(pattern: str | os.PathLike[str], pid: int, rank: int | None) -> str:
@@ -45,7 +45,7 @@ def rotated(path: str, number: int | str) -> str:
 
 
 def numbered(path: str) -> list[tuple[int, str]]:
-    """Number and path of each file whose name is that of an older part of `path`, sorted by number.
+    """Return number and path of each file that is named like an older part of the timeline `path`, sorted by number.
 
     If `path` is a symbolic link, the folders of the link and of its target are both searched.
     """
@@ -57,7 +57,8 @@ def numbered(path: str) -> list[tuple[int, str]]:
 
 
 def parts_of_run(path: str) -> set[str]:
-    """The resolved paths of all files whose names may be of the timeline at `path`. No command may overwrite them.
+    """The resolved paths of all files that, by their names, may be parts of the timeline at `path`. No command may
+    overwrite these files.
 
     `path` is the path of the newest or an older part, or a link to it.
     """
@@ -110,7 +111,10 @@ def open_regular(path: str, flags: int = 0) -> BinaryIO:
 
 
 def why_not_ours(path: str) -> str | None:
-    """The reason why the file must not be changed; None if it is empty or a timeline of this user. Raises OSError."""
+    """The reason why the file must not be changed; None if the file is empty or a timeline of this user.
+
+    Raises OSError if the file cannot be read.
+    """
     about = os.lstat(path)
     if stat.S_ISLNK(about.st_mode):
         return "is a symbolic link, which is not followed"
@@ -173,7 +177,7 @@ def _open(path: str, flags: int, opened: list[int]) -> int:
 
 
 def _lock(handle: int) -> bool:
-    """Lock the file. False if it is locked already. True if the file system does not support locks."""
+    """Lock the file. Returns False if the file is locked already, else True, also if locks are not supported."""
     try:
         import fcntl
     except ImportError:  # Windows

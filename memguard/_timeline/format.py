@@ -17,9 +17,9 @@ VERSION = 1
 MAGIC = b'{"memguard_timeline":'
 """The first bytes of every timeline file. memguard never changes a file that begins otherwise."""
 MAX_LINE = 1 << 20
-"""The most bytes of a line, for writer and reader. The reader rejects a longer line without loading it all."""
+"""The most bytes of a line, for writer and reader. The reader rejects a longer line without loading the whole line."""
 MAX_SECONDS = 1e10
-"""Upper bound of a time, and of an event's `seconds`: three centuries."""
+"""Upper bound of a time in seconds, and of an event's `seconds` (three centuries)."""
 MAX_WHOLE = 1 << 63
 """Upper bound of a whole number in options, in reports and in the header's `frameworks`."""
 MAX_PART = 10**9 - 1
@@ -155,7 +155,7 @@ def oom_line(time: float, report: Mapping[str, Any], most: int) -> bytes:
 
 
 def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
-    """Returns the line, and whether `columns` changed. If so, the caller must first write a columns line."""
+    """Returns the line, and True if `columns` changed. The caller must then write a columns line before this line."""
     changed = False
     rows = []
     names, texts = columns.frameworks, columns.texts
@@ -204,7 +204,7 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
                 caps[position], changed = cap, True
             text = f"[{held},{in_use},{reclaimable}]"
             found.append(text)
-            if usage == (held, in_use, reclaimable, cap):  # `number` changed nothing, so equal figures have this text
+            if usage == (held, in_use, reclaimable, cap):  # `number` changed no figure, so equal figures have this text
                 texts[at, name] = usage, text
         if len(frameworks) > len(found) - found.count("0"):
             for name in frameworks.keys() - set(names):
@@ -245,7 +245,10 @@ def _detail(key: str, value: object) -> Any:
 
 
 def plain(value: Any, depth: int = _DEPTH) -> Any:
-    """Convert the value to JSON types: an object of another type to a short text, a number out of range to None."""
+    """Convert the value to JSON types. An object of another type becomes a short text, a number out of range None.
+
+    A container nested more than `depth` levels deep also becomes a short text.
+    """
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -260,7 +263,7 @@ def plain(value: Any, depth: int = _DEPTH) -> Any:
 
 
 def _time(time: float) -> float:
-    """Round to the millisecond; 0 if out of range."""
+    """Return the time rounded to milliseconds; 0 if the time is out of range."""
     try:
         return round(float(time), 3) if 0 <= time < MAX_SECONDS else 0.0
     except (TypeError, ValueError, OverflowError):

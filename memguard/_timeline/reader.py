@@ -55,7 +55,7 @@ class Timeline:
     def __init__(self, parts: list[_Part], notes: list[str], earlier: tuple[str, ...] = ()) -> None:
         self._parts, self._notes = parts, notes
         self.earlier = earlier
-        """The omitted files: an earlier run wrote them under the same path."""
+        """The paths of omitted files, which an earlier run wrote under the same path."""
         self.header = parts[-1].header
         self.dropped = Dropped()
         for part in parts:
@@ -98,7 +98,7 @@ class Timeline:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes on missing data that was found so far."""
+        """Notes on the missing data that has been detected so far."""
         return tuple(self._notes)
 
     @property
@@ -111,15 +111,15 @@ class Timeline:
         return Records(self)
 
     def samples(self) -> Iterator[Sample]:
-        """Only the samples."""
+        """The samples, in the order in which they were written."""
         return (record for record in self._read(b"") if isinstance(record, Sample))
 
     def events(self) -> Iterator[Event]:
-        """Only the events. Does not parse the lines of other records."""
+        """The events, in the order in which they were written. Does not parse the lines of other records."""
         return (record for record in self._read(b',"event":') if isinstance(record, Event))
 
     def ooms(self) -> Iterator[Oom]:
-        """Only the reports of out-of-memory errors."""
+        """The reports of out-of-memory errors, in the order in which they were written."""
         return (record for record in self._read(b',"oom":') if isinstance(record, Oom))
 
     def _read(self, only: bytes, progress: Records | None = None) -> Iterator[Record]:

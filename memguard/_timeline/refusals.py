@@ -3,8 +3,9 @@
 The need of a refused request is the framework's unreclaimable memory at the refusal plus the requested bytes, even if
 the program caught the error. Events of older memguard versions lack these figures; the figures of the last sample
 replace them. A refused request is recorded as an event, as an out-of-memory report, or as both. If there are both, the
-report has the time of the event. Reports of memguard 0.1.0 do not have the time, and in some reports it was lost:
-`counting_event` finds the events of such reports by time and size. All sizes are bytes; None means unknown.
+report has the time of the event. Reports of memguard 0.1.0, and some later reports, lack the time of the event.
+`counting_event` finds the events of such reports by the report's own time and the requested size. All sizes are bytes;
+None means unknown.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _MOMENT, _REPORT = 0.01, 1.0
 """The most seconds between the time of a request's event and the time of the refusal in the report (`moment`), and
 between the event and the report."""
 REGIONS = frozenset(row.name for row in SPECS.values() if row.regions)
-"""Frameworks whose pool consists of regions that it never merges or frees. A request must fit into one region."""
+"""Frameworks whose pool consists of regions, which are never merged or freed. A request must fit into one region."""
 MOST = 1000
 """The most refusals stored for each framework on each GPU. The refusals with the smallest needs are dropped."""
 Key = tuple[str, str]
@@ -39,8 +40,8 @@ class Refusal:
 
     `time` is as of `time.time()`; `held` is the framework's unreclaimable bytes at the refusal.
 
-    `times` is the number of requests; 0 in a report whose request an event counts. `full`: the request would have fit
-    under the cap, but the GPU had too little free memory.
+    `times` is the number of requests that this refusal counts; 0 for a report whose request an event counts. `full`:
+    the request would have fit under the cap, but the GPU had too little free memory.
     """
 
     time: float
@@ -85,7 +86,7 @@ def is_counted(report: Mapping[str, Any]) -> bool:
 
 
 def reported(report: Mapping[str, Any], refusal: Refusal, exact: bool = False) -> Reported:
-    """The report's `refusal`, with the times by which `counting_event` finds its event."""
+    """Return `refusal` with the times in the report by which `counting_event` finds the event of the same request."""
     moment = moment_of(report)
     if not is_counted(report):
         return Reported(refusal, None, exact)

@@ -75,7 +75,7 @@ class TimelineFramework:
 
     @property
     def least(self) -> int:
-        """The smallest cap under which no request would have been refused, as far as recorded."""
+        """The smallest cap under which the replay finds no refused request."""
         return max(self.needs, self.peak or 0, self.unmet)
 
     @property
@@ -132,7 +132,7 @@ class SmallestBudget:
 
 @dataclass(frozen=True)
 class TimelineOutcome:
-    """The result of a replay. `recorded`: the caps are those of the recording."""
+    """The result of a replay. `recorded` is True if the replay used the caps of the recording."""
 
     samples: int
     begin: float
@@ -219,7 +219,7 @@ def replay_timeline(
 ) -> TimelineOutcome:
     """Compare each sample of a timeline's `records` with the caps of `plan`, in constant memory.
 
-    `recorded`: `plan` is the plan in the timeline's header. Otherwise pass `unmet_under(header.plan)` as `unmet`.
+    `recorded`: `plan` is the plan in the timeline's header. For other plans pass `unmet_under(header.plan)` as `unmet`.
     """
     run = _Run(plan, unmet_under(plan) if unmet is None else unmet)
     for record in records:
@@ -303,7 +303,7 @@ class _Cell:
                 pinned = max(held - reclaimable, in_use)
         if pinned > self.needs:
             self.needs = pinned
-        if (cap := self.cap) is not None:  # live <= pinned: count only the most severe case
+        if (cap := self.cap) is not None:  # live <= pinned: count a sample only as its most severe case
             self.refused.see(time, live - cap)
             self.fragments.see(time, pinned - cap if live <= cap else 0)
             self.cache.see(time, held - cap if held is not None and pinned <= cap else 0)
@@ -337,7 +337,7 @@ class _Gpu:
                 more += max(needed - self.least[name], 0)
             known = known and usage.held is not None
         if known and device.unaccounted is not None and device.unaccounted > 0:
-            outside += device.unaccounted  # omitted if `unaccounted` may include bytes of a framework
+            outside += device.unaccounted  # if not `known`, `unaccounted` may include bytes of a framework
         self.outside = max(self.outside, outside)
         self.together.see(time, more - self.spare)
         self.above.see(time, overhead - self.part.reserve)
@@ -345,7 +345,7 @@ class _Gpu:
     def cell(self, name: str) -> _Cell:
         if name not in self.cells:
             cap = self.part.caps.get(name)
-            if name in self.part.elastic:  # the highest cap while the others hold at most their minima
+            if name in self.part.elastic:  # the highest cap while the other frameworks hold at most their minima
                 least, most = self.part.elastic[name]
                 cap = min(most, least + self.spare)
             self.cells[name] = _Cell(name, cap)

@@ -6,7 +6,7 @@ The oldest file is thinned, not removed, so that the timeline still answers thre
   with the highest priority.
 - What is the smallest budget that fits? The peaks determine it, and a peak may occur anywhere in the run. So the sample
   with the highest value of each figure is kept. If all such samples fit, `memguard replay --smallest` prints the same
-  budget as before.
+  budget as before thinning.
 - How did memory use change over time? One sample in each interval of `every` seconds is kept. If these samples no
   longer fit, the interval is doubled, so that the same space covers the whole run in coarser steps.
 
@@ -30,7 +30,7 @@ _FIRST = 1.0
 
 @dataclass(frozen=True)
 class Thinned:
-    """The kept lines, without a header. The caller must define `columns` in the header. `dropped` counts the records
+    """The kept lines, without a header. The caller must write `columns` into the header. `dropped` counts the records
     that are not kept; `every` is the new interval."""
 
     lines: list[bytes]
@@ -122,7 +122,7 @@ def _peaks(samples: list[_Line], columns: list[dict[str, Any]]) -> list[_Line]:
             uuid = names["devices"][at][0]
             for what, value in (("used", used), ("process", process), ("overhead", overhead)):
                 see((uuid, what), value, line)
-            if all(not usage or usage[0] is not None for usage in found):  # else `unaccounted` has pool bytes
+            if all(not usage or usage[0] is not None for usage in found):  # else `unaccounted` includes pools
                 see((uuid, "outside"), overhead + max(unaccounted or 0, 0), line)
             for position, usage in enumerate(found):
                 if usage:

@@ -28,7 +28,8 @@ LIMIT = 64 * MIB
 """Default limit of the total size: more than a day of six frameworks on one GPU, at two samples a second."""
 MIN_LIMIT = 512 * KIB
 _PARTS = 32
-"""A file is full at 1/32 of the limit. The space of two files is reserved: for part 0 and its successor."""
+"""A file is full at 1/32 of the limit. The space of two files is reserved, for the current file and for the temporary
+file of the next thinning."""
 _LOCK_TIMEOUT = 2.0
 """Seconds that a thread waits for another thread's write, so that a hanging disk does not hang the user's program."""
 _CLOSING_TIMEOUT = 5.0
@@ -130,7 +131,7 @@ class Writer:
                 self._refuse_others(held)
             trial = files.rotated(self.path, "check")
             opened: list[int] = []
-            files.remove(trial)  # a process killed during `check` may have left it
+            files.remove(trial)  # a process killed during `check` may have left the trial file
             try:
                 try:
                     _write(files.create(trial, opened), self._header(1), 0)
@@ -198,7 +199,7 @@ class Writer:
     def _put(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> None:
         if self._closing or os.getpid() != self._pid:  # a forked child must not write to its parent's file
             return
-        # This call interrupted a write of the same thread, or `begin` has not ended: that call writes the record.
+        # If this call interrupted a write of the same thread, or `begin` has not ended, that call writes the record.
         if self._locked.held_here or not self._begun:
             self._pending.append(lambda: self._put_now(one, when, write, *given))
             return
@@ -223,8 +224,8 @@ class Writer:
     def _finish_pending(self, patience: float) -> None:
         """Write the pending records, then close the file if `close` was called.
 
-        Waits at most `patience` seconds for another thread that holds the lock. That thread calls this method too,
-        after it has released the lock.
+        Waits at most `patience` seconds for another thread that holds the lock. After releasing the lock, the other
+        thread also calls this method.
         """
         while self._pending or (self._closing and self._pid == os.getpid()):
             if awaiting(self._writing, self._locked.run, self._do_pending, patience) is None:
@@ -239,7 +240,7 @@ class Writer:
 
     def _put_now(self, one: Dropped, when: float, write: Callable[..., None], *given: Any) -> str | None:
         """Write the record. Returns a sentence to log, or None."""
-        if os.getpid() != self._pid or not self._begun:  # closed since `_put` checked: do not recreate the file
+        if os.getpid() != self._pid or not self._begun:  # the file was closed after `_put` checked
             return None
         self._writing = threading.get_ident()
         try:
@@ -293,7 +294,7 @@ class Writer:
             size = about.st_size
             # False if the file is full, was truncated, or ends in a partial line that `_write` could not remove.
             room = size == self._size and size + len(line) <= self._most
-            if about.st_nlink == 0:  # the file was removed: its records would be lost
+            if about.st_nlink == 0:  # the user removed the file, so records written to it would be lost
                 self._shut()
                 self._pending_message = f"the timeline {self.path} was removed: it is begun anew"
             elif not self._in_place(about) and not self._follow(about):
@@ -349,8 +350,8 @@ class Writer:
         )
 
     def _wait_for_closing_writer(self) -> bool:
-        """Wait for unfinished writes of closed writers to this file on other threads. True if no writer then has the
-        file open."""
+        """Wait for unfinished writes of closed writers to this file on other threads. Returns True if
+        no writer has the file open afterwards."""
         for one in list(_closing_writers.values()):
             if one._pid == os.getpid() and not one._locked.held_here and one._writes(self.path):
                 one._finish_pending(_CLOSING_TIMEOUT)
@@ -365,7 +366,7 @@ class Writer:
     def _begin(self) -> None:
         self._make_room()
         if files.is_ours(self.path) and not files.in_use(self.path):
-            # Left by an attempt that could not write the header, or put back by the user.
+            # An earlier attempt that could not write the header left this file, or the user put it back.
             self._keep_earlier()
         handle = files.create(self.path, self._opened)
         self._head = self._head._replace(part=self._number)
@@ -437,7 +438,7 @@ class Writer:
 
     def _make_room(self) -> None:
         """Thin or remove the oldest parts until the limit allows a new file and the next thinning."""
-        # Raises if the folder is missing. It may come back, so the loop must not forget the parts in the folder.
+        # Raises OSError if the folder is missing. The folder may reappear, so the loop must not forget its parts.
         os.stat(os.path.dirname(self.path))
         while self._parts and self._held() > self._limit - 2 * self._most:
             oldest = next((part for part in self._parts if not part.own), self._parts[0])

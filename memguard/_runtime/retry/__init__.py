@@ -310,7 +310,7 @@ class Attempt:
 
 
 class Attempts:
-    """The iterator that `attempts` returns. It ends after the first successful attempt."""
+    """The iterator that `attempts` returns. The iteration ends after the first successful attempt."""
 
     def __init__(self, policy: Policy, size: int | None) -> None:
         self._run = Run(policy, size)

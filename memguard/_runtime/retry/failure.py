@@ -23,14 +23,14 @@ from memguard._oom.classify import Classification, ErrorFacts, classify
 _WALKED = 100
 """The most exceptions of one chain of causes that `recognised` examines and `clear_frames` clears."""
 _TEXT, _MOST = 240, 1000
-"""Limits in characters for an error's text in the note on a later error. `_TEXT`: further sentences are omitted.
-`_MOST`: the first sentence is truncated."""
+"""Limits in characters for an error's text in the note on a later error. Sentences beyond `_TEXT` are omitted;
+a first sentence longer than `_MOST` is truncated."""
 _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[^\sa-z])|\s*\n\s*")
 _SUSPENDS = (
     inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR | inspect.CO_ITERABLE_COROUTINE
 )  # fmt: skip
 _TRACEBACK: Any = vars(BaseException)["__traceback__"]
-"""The descriptor of `BaseException`, because an exception class may override `__traceback__`."""
+"""The descriptor `BaseException.__traceback__`, used because an exception class may override the attribute."""
 
 
 class Failure(NamedTuple):
@@ -42,7 +42,7 @@ class Failure(NamedTuple):
     request     the refused request, if the allocator reported it to memguard
     error_text  type and text of the error, in one line
     in_use      bytes of each framework's live arrays when the error was caught, by UUID and name
-    held        bytes of each framework's allocator at that time, by UUID and name
+    held        bytes that each framework's allocator held when the error was caught, by UUID and name
     """
 
     requester: str | None
@@ -65,9 +65,10 @@ class Failure(NamedTuple):
 def recognised(error: BaseException, outer: int | None = None) -> Failure | None:
     """The `Failure` of an error that is, or was caused by, a GPU out-of-memory error; None for other errors.
 
-    Errors that may be, but need not be, out-of-memory errors are accepted: a retry may help, and the program gets the
-    error of the last run. An exception group is accepted only if all its members are, because a retry discards their
-    errors. `outer` is the `id` of an exception that the program was already handling before the run; it is ignored.
+    Errors that may be, but need not be, out-of-memory errors are accepted, because a retry may help and the program
+    gets the error of the last run. An exception group is accepted only if all its members are, because a retry discards
+    their errors. `outer` is the `id` of an exception that the program was already handling before the run; this
+    exception is ignored.
     """
     found = _look(error, outer, set())
     if found is None:
@@ -83,8 +84,8 @@ def recognised(error: BaseException, outer: int | None = None) -> Failure | None
 
 
 def first_sentences(text: str) -> str:
-    """The first sentences of the text, in one line. They usually have the requested size and the memory in use; advice
-    follows them."""
+    """The first sentences of the text, in one line. Out-of-memory errors usually give the requested size and the
+    memory in use in these sentences, and advice afterwards."""
     found = ""
     sentences = [" ".join(one.split()) for one in _SENTENCE.split(text.strip())]
     for one in sentences:

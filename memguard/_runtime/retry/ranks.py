@@ -1,7 +1,7 @@
 """Detects whether this process is one of several ranks of a distributed job, in which a rank must not retry alone.
 
 The other ranks wait in a collective, which NCCL cannot cancel. If one rank repeats its collectives, they no longer
-match those of the other ranks. Detection imports nothing: it reads only `sys.modules` and the environment.
+match the collectives of the other ranks. Detection imports nothing: it reads only `sys.modules` and the environment.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Frees memory for a retry: trims caches and raises the elastic cap of the framework whose request failed.
 
-A retry needs the memory that the framework held in the failed run, and the request that failed. So this module compares
-the framework's memory before and after the frames are cleared. Without a budget it does nothing. It is the only module
-in `retry/` that uses the guard, the object that applies the budget.
+A retry needs as much memory as the framework held in the failed run, plus the failed request. So this module compares
+the framework's memory before and after the frames are cleared. Without a budget this module does nothing. No
+other module in `retry/` uses the guard, the object that applies the budget.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def active() -> Guard | None:
 
 def capturing() -> bool:
     """True if a framework reports that this thread is capturing a CUDA graph."""
-    if suspension.now is not None:  # a process cannot be suspended during a capture
+    if suspension.now is not None:  # a suspended process cannot be capturing
         return False
     try:
         guard = active()
@@ -69,16 +69,16 @@ def capturing() -> bool:
 
 
 def with_figures(failure: Failure) -> Failure:
-    """Add the frameworks' current memory to `failure`; no change without a budget, or if the driver fails."""
+    """Return `failure` with the frameworks' current memory; unchanged without a budget, or if the driver fails."""
     sample = _sample()
     return failure if sample is None else failure._replace(in_use=_of(sample, "in_use"), held=_of(sample, "held"))
 
 
 def make_room(failure: Failure) -> RoomMade:
-    """Trim all idle caches and raise the cap as far as possible. Called after the failed run's frames are cleared.
+    """Trim all idle caches and raise the requester's cap as far as possible. Returns the freed memory.
 
-    This frees more memory than the failed request needs, because the later requests of the run are unknown, and another
-    failed run costs more than refilling caches.
+    Called after the failed run's frames are cleared. Frees more memory than the failed request needs, because the
+    later requests of the run are unknown, and another failed run costs more than refilling caches.
     """
     guard, now = active(), _sample()
     if guard is None or now is None:
@@ -107,7 +107,7 @@ def make_room(failure: Failure) -> RoomMade:
 
 def _raise(guard: Guard, failure: Failure, requester: FrameworkName, device: Device, returned: dict[str, int]) -> Room:
     """Raise the cap to the framework's max. If the memory is not available, try smaller caps, down to the memory of the
-    failed run plus its failed request."""
+    failed run plus its failed request. Returns the result of the last `Guard.make_room`."""
     now = _sample()
     held = 0 if now is None else _of(now, "held").get(device.uuid, {}).get(requester, 0)
     refused = failure.request.held if failure.request is not None else None

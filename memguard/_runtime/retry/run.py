@@ -65,7 +65,7 @@ class Run:
         self._outer = None if outer is None else id(outer)  # valid: the exception lives while it is handled
 
     def again(self, error: BaseException) -> bool:
-        """Return True to retry after `error`, and clear its frames. Otherwise add a note to the error."""
+        """Return True to retry after `error`, and clear its frames. Otherwise return False; `error` may get a note."""
         try:
             return self._again(error)
         except Exception as failure:  # an error in memguard must not replace the user's error
@@ -91,8 +91,8 @@ class Run:
         return True
 
     def prepare(self) -> None:
-        """Prepare a retry: collect garbage, free GPU memory, reduce the size and log the retry. Call it after the error
-        is released."""
+        """Prepare a retry: collect garbage, free GPU memory, reduce the size and log the retry. Call this method
+        after the error is released."""
         failure, self._failure = self._failure, None
         if failure is None:
             return
@@ -142,7 +142,7 @@ def lowest(floor: int, multiple: int) -> int:
 
 
 def halved(size: int, floor: int = 1, multiple: int = 1) -> int | None:
-    """Half the size, rounded down to a multiple, but at least `lowest`. None if that is not smaller than `size`."""
+    """Half the size, rounded down to a multiple, but at least `lowest`. None if the result is not below `size`."""
     half = max(size // 2 // multiple * multiple, lowest(floor, multiple))
     return half if half < size else None
 
