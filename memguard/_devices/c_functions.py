@@ -3,8 +3,7 @@
 Types written in C reject `setattr`, so `put_method` changes the type's own dict. CPython looks a method up in the dicts
 of the type and its bases, and caches the result by the type's version. Each change of the dict therefore calls
 `PyType_Modified`. This works for methods that CPython looks up by name. CPython calls a special method such as
-`__len__` through a slot of the type, which the dict does not change: `put_method` rejects special
-methods.
+`__len__` through a slot of the type, which the dict does not change, so `put_method` rejects special methods.
 """
 
 from __future__ import annotations
@@ -97,5 +96,6 @@ def read_pointer(place: int) -> int | None:
 
 
 def write_pointer(place: int, address: int | None) -> None:
-    """Store an address. Atomic: an aligned word, so a concurrent caller uses the old or the new address."""
+    """Store an address. Atomic, because `place` is an aligned word: a concurrent caller uses the old or the new
+    address."""
     ctypes.c_void_p.from_address(place).value = address

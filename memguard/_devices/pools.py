@@ -59,7 +59,8 @@ class _Pool:
         return self._attribute(_USED)
 
     def keep(self) -> int | None:
-        """Set the release threshold again if other code changed it. Returns that value, None if unchanged."""
+        """Set memguard's release threshold again if other code changed it. Returns the value that other code set; None
+        if unchanged."""
         found = self._attribute(_RELEASE_THRESHOLD)
         if found == _NO_RELEASE:
             return None

@@ -48,7 +48,7 @@ class _State:
 
     def note_peak(self) -> None:
         process = self.process
-        if process > self.peak:  # a plain `if`, not `max`: a signal handler during that call may raise the peak
+        if process > self.peak:  # not `max(…)`: a signal handler that runs during `max` may raise the peak
             self.peak = process
 
     @property
@@ -63,9 +63,9 @@ class _State:
 class SimulatedHost:
     """`Host` with simulated GPUs, and the calls through which simulated frameworks allocate. Thread-safe.
 
-    `names` are `Model`s, or names that `catalog.models` accepts: most names stand for one GPU, the path of a device
-    file for several. Figures are exact bytes: the simulated frameworks round to the 2 MiB pages of a real driver.
-    Raises DeviceError for an unknown name, and ConfigError for an invalid file.
+    `names` are `Model`s, or names that `catalog.models` accepts: most names give one GPU, a device file may define
+    several. Figures are exact bytes: the simulated frameworks round to the 2 MiB pages of a real driver. Raises
+    DeviceError for an unknown name, and ConfigError for an invalid file.
     """
 
     simulated = True
@@ -135,7 +135,8 @@ class SimulatedHost:
             self._loaded |= frozenset(libraries)
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
-        """Empty until the first `enter`, as on a machine where no library is observable."""
+        """See `Host.entries`. Before the first `enter` the result is empty, as on a machine where no library is
+        observable."""
         return frozenset(self._entries.items())
 
     def enter(self, *libraries: str) -> None:

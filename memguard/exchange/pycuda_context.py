@@ -56,7 +56,8 @@ class _PerThread(threading.local):
 
 _per_thread = _PerThread()
 _keepalive: dict[int, Any] = {}
-"""A context object of each GPU, which keeps the primary context alive: creating it takes 0.1 s."""
+"""A context object of each GPU, which keeps the primary context alive, because creating a primary context takes 0.1
+s."""
 
 
 class pycuda_context:  # noqa: N801 (a context manager that is entered by its name, as contextlib's are)
