@@ -21,7 +21,8 @@ ABSENT = object()
 
 
 def put_method(cls: type, name: str, value: object) -> bool:
-    """Set the type's own entry `name` to `value`, or remove it (`ABSENT`). False if CPython does not allow it."""
+    """Set the type's own entry `name` to `value`, or remove it (`ABSENT`). False if CPython does not allow the
+    change."""
     if name.startswith("__") and name.endswith("__"):
         return False
     entries = _own_dict(cls)

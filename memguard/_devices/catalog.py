@@ -123,7 +123,8 @@ def names(*, every: bool = True) -> str:
 
 
 def canonical(name: str) -> str:
-    """The canonical spelling, so that two names of the same GPU compare equal. A file's path becomes absolute."""
+    """Return the canonical spelling of `name`, so that two names of the same GPU compare equal. A file's path becomes
+    absolute."""
     name = name.strip()
     return os.path.abspath(name) if _is_file(name) else name.lower()
 
@@ -156,8 +157,7 @@ def model(name: str) -> Model:
 
 
 def suggested(wanted: str) -> tuple[str, ...]:
-    """The catalogue names similar to the unknown name `wanted`: two for `a100`, none for `a30`, which is no card
-    here."""
+    """The catalogue names similar to the unknown name `wanted`: two for `a100`, none for the unknown card `a30`."""
     parts = _parts(wanted)
     if all(part.isdecimal() and len(part) < 4 for part in parts):  # the name is only a size, or empty
         return ()

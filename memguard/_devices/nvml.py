@@ -61,7 +61,7 @@ _WITHIN = Advice(
 )
 _BRIEFLY = 0.2
 """Seconds to wait for pynvml's lock. Other threads hold the lock for microseconds, so after this time this thread
-itself must hold it."""
+itself must hold the lock."""
 
 
 def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None, tegra: bool = False) -> str:
@@ -115,9 +115,9 @@ def _missing(error: str) -> bool:
 def no_gpu(error: str, *, control: bool, module: bool, pci: bool) -> bool:
     """Whether NVML's error means that this process has no GPU, judged by the machine's devices and drivers.
 
-    `control`, `module`: as for `without_library`; a Jetson counts as `control`, as its GPU needs no NVML. `pci`: an
-    NVIDIA GPU is on the PCI bus. A GPU whose installed driver fails does not count as missing, because a program that
-    continued would use the GPU without a cap, or silently run without the GPU.
+    `control`, `module`: as for `without_library`; a Jetson counts as `control`, because its GPU needs no NVML. `pci`:
+    an NVIDIA GPU is on the PCI bus. A GPU whose installed driver fails does not count as missing, because a program
+    that continued would use the GPU without a cap, or silently run without the GPU.
     """
     if control:
         return False

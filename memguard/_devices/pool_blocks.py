@@ -6,10 +6,10 @@ waits. The pool may reuse a block that another framework freed on its own stream
 stream wait for that stream's work. So an allocation synchronises the host with memguard's stream, which has no other
 work. A free is queued behind an event of the whole context (`cuCtxRecordEvent`).
 
-The driver cannot cap the device's default pool, so its allocators check `PoolCap` before each request. Another thread
-may allocate between the check and the allocation. So each request is registered as a claim before the check, and counts
-for the other threads until it is allocated or refused. Requests take a lock only if two of them are so close to the cap
-that one alone fits: then the lock makes them run one after the other.
+The driver cannot cap the device's default pool, so allocators that use this pool check `PoolCap` before each request.
+Another thread may allocate between the check and the allocation. So each request is registered as a claim before the
+check, and counts for the other threads until it is allocated or refused. Requests take a lock, and so run one after the
+other, only if concurrent requests fit below the cap singly but not together.
 """
 
 from __future__ import annotations

@@ -79,7 +79,8 @@ class SimulatedHost:
         kinds = [kind for name in names for kind in (catalog.models(name) if isinstance(name, str) else (name,))]
         # Re-entrant: a signal handler or a finalizer may interrupt a call.
         self.lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
-        """One lock for the machine and its simulated frameworks: two locks could deadlock in a signal handler."""
+        """One lock for the machine and its simulated frameworks, because two locks could deadlock in a signal
+        handler."""
         self._states: dict[str, _State] = {}
         for index, kind in enumerate(kinds):
             uuid = f"GPU-00000000-0000-4000-8000-{index:012x}"

@@ -51,8 +51,8 @@ class Off:
 LOST_FIX = "end it and start it again"
 """The fix in every message about a process in the phase LOST."""
 now: Off | None = None
-"""None in the phase RUNNING. `enter` sets it before memguard blocks CUDA calls, and clears it before memguard permits
-them again, with one assignment, so that readers take no lock."""
+"""None in the phase RUNNING. `enter` sets `now` before memguard blocks CUDA calls, and resets `now` to None before
+memguard permits CUDA calls again. Each change is one assignment, so that readers take no lock."""
 forbidden: dict[str, tuple[int, str, str]] = {}
 """Operations in progress that forbid a suspension, by kind: the PID, the reason, and the fix.
 

@@ -142,7 +142,7 @@ def _copy(
     x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int | None, on: int | None
 ) -> tuple[Any, str]:
     """Copy the array, first compacted by the producer if the consumer cannot read its layout. The copy runs on the
-    stream `on`, if the user named one."""
+    stream `on`, if the user named a stream. Returns the copy and `Route.way`."""
     view, traits = offer.view, consumer.traits
     if view.device is not None and place is None:
         producer.ready(offer, None)

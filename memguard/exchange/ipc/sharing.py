@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT = 10.0
 """Seconds that an exporter has to answer."""
 _SPARE = 256
-"""Bytes. A smaller gap after an array cannot contain another array: the smallest chunks of all frameworks
+"""Bytes. A smaller gap after an array cannot contain another array, because the smallest chunks of all frameworks
 (TensorFlow's) have this size."""
 _TEXT = re.compile(
     rf"memguard-export:1:(?P<token>{wire.TOKEN}):(?P<uuid>{wire.UUID}):(?P<dtype>[a-z0-9_]{{1,30}}):"
