@@ -299,7 +299,7 @@ def watch(address: int, known: int) -> Callable[[], bool]:
     if ask is None:
         return lambda: buffer(address) == known
     found, which, where = c_uint64(), c_int(_BUFFER_ID), c_uint64(address)
-    out = byref(found)  # shared by all threads: a result that another thread wrote is newer and equally valid
+    out = byref(found)  # shared by all threads, because a result that another thread wrote is newer and valid
     return lambda: ask(out, which, where) == 0 and found.value == known
 
 

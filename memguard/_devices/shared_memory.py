@@ -136,7 +136,7 @@ def map_file(ordinal: int, fd: int, size: int) -> Mapping:
 
 
 def map_block(ordinal: int, handle: bytes, size: int) -> Mapping:
-    """Map the block of another process's IPC handle. The block must have `size` bytes."""
+    """Map the block of another process's IPC handle. Raises DeviceError if the block has fewer than `size` bytes."""
     with _present(ordinal) as cuda, contextlib.ExitStack() as undo:
         address, given = c_uint64(), CUipcMemHandle.from_buffer_copy(handle)
         check("cuIpcOpenMemHandle", cuda.cuIpcOpenMemHandle_v2(address, given, _LAZY_PEERS))

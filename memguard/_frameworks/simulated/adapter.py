@@ -202,7 +202,8 @@ class SimulatedFramework(Framework):
         return bool(self._pools)
 
     def start_importing(self) -> None:
-        """Import the module `hook`, which runs the import hooks. A hook may raise. Other threads wait for its end."""
+        """Import the module `hook`, which runs the import hooks. A hook may raise. Other threads wait until the import
+        has ended."""
         with self._importing:
             if not self.imported:
                 self._import()

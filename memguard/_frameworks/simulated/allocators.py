@@ -3,7 +3,7 @@
 The models follow the sources of PyTorch's CUDACachingAllocator, the BFCAllocator of TensorFlow and XLA, and PyCUDA's
 memory pool, and were checked against figures measured on an H200. `driver_allocators.py` has the models of CuPy and
 Numba. The models count bytes and use no memory. They omit streams, garbage-collection thresholds, expandable segments,
-private pools, and the 10 s of retries of TensorFlow and JAX. They are not thread-safe: callers hold a lock.
+private pools, and the 10 s of retries of TensorFlow and JAX. They are not thread-safe, so callers hold a lock.
 
 `Start` has the parameters with which a framework creates its allocator on a GPU. The functions `*_footprint` compute
 the driver bytes of one request.
@@ -47,7 +47,7 @@ class Allocator(ABC):
         self._driver: SimulatedOutOfMemory | None = None
 
     def allocate(self, nbytes: int, *, exact: bool = False) -> int:
-        """Allocate; returns the block's id. Raises AllocationRefused if the cap or the driver forbids it.
+        """Allocate; returns the block's id. Raises AllocationRefused if the cap or the driver forbids the request.
 
         `exact`: `nbytes` was recorded from a real allocator and includes the slack of its block. So this allocator
         splits larger blocks at exactly this size.

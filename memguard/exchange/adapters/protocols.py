@@ -1,4 +1,4 @@
-"""Adapters that only export: arrays of other libraries with an array protocol, such as buffers of RMM and cuda.core."""
+"""Adapters that only export arrays, for libraries with an array protocol, such as RMM and cuda.core."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class EventLoop:
             raise
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Queue `call` for the thread. Takes no lock: any thread and any destructor may use it."""
+        """Queue `call` for the thread. Takes no lock, so any thread and any destructor may call it."""
         self._calls.append(call)
         pair = self._wakeup
         if pair is not None:
