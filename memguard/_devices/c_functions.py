@@ -3,8 +3,7 @@
 Types written in C reject `setattr`, so `put_method` changes the type's own dict. CPython looks a method up in the dicts
 of the type and its bases, and caches the result by the type's version. Each change of the dict therefore calls
 `PyType_Modified`. This works for methods that CPython looks up by name. CPython calls a special method such as
-`__len__` through a slot of the type, which the dict does not change: `put_method` rejects special
-methods.
+`__len__` through a slot of the type, which the dict does not change, so `put_method` rejects special methods.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ ABSENT = object()
 
 
 def put_method(cls: type, name: str, value: object) -> bool:
-    """Set the type's own entry `name` to `value`, or remove it (`ABSENT`). False if CPython does not allow it."""
+    """Set the type's own entry `name` to `value`, or remove it (`ABSENT`). False if CPython does not allow the
+    change."""
     if name.startswith("__") and name.endswith("__"):
         return False
     entries = _own_dict(cls)
@@ -97,5 +97,6 @@ def read_pointer(place: int) -> int | None:
 
 
 def write_pointer(place: int, address: int | None) -> None:
-    """Store an address. Atomic: an aligned word, so a concurrent caller uses the old or the new address."""
+    """Store an address. Atomic, because `place` is an aligned word: a concurrent caller uses the old or the new
+    address."""
     ctypes.c_void_p.from_address(place).value = address

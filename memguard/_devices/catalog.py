@@ -123,13 +123,15 @@ def names(*, every: bool = True) -> str:
 
 
 def canonical(name: str) -> str:
-    """The canonical spelling, so that two names of the same GPU compare equal. A file's path becomes absolute."""
+    """Return the canonical spelling of `name`, so that two names of the same GPU compare equal. A file's path becomes
+    absolute."""
     name = name.strip()
     return os.path.abspath(name) if _is_file(name) else name.lower()
 
 
 def models(name: str) -> tuple[Model, ...]:
-    """The GPUs that `name` stands for: several only for a file. Raises DeviceError; ConfigError for an invalid file."""
+    """Resolve `name` to GPU models. A catalogue name or a memory size gives one model; a device file may define
+    several. Raises DeviceError; ConfigError for an invalid file."""
     wanted = name.strip()
     found = _known(wanted.lower())
     if found is not None:
@@ -147,7 +149,7 @@ def models(name: str) -> tuple[Model, ...]:
 
 
 def model(name: str) -> Model:
-    """The one GPU of this name. Raises the errors of `models`, and DeviceError for a file with several GPUs."""
+    """Resolve `name` to one GPU model. Raises the errors of `models`, and DeviceError for a file with several GPUs."""
     found = models(name)
     if len(found) != 1:
         raise _wrong(f"{short(name)} has {len(found)} GPUs, and one is needed", ())
@@ -155,7 +157,7 @@ def model(name: str) -> Model:
 
 
 def suggested(wanted: str) -> tuple[str, ...]:
-    """The catalogue names of the card that a mistyped name means: two for `a100`, none for the unknown card `a30`."""
+    """The catalogue names similar to the unknown name `wanted`: two for `a100`, none for the unknown card `a30`."""
     parts = _parts(wanted)
     if all(part.isdecimal() and len(part) < 4 for part in parts):  # the name is only a size, or empty
         return ()

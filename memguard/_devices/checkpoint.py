@@ -83,17 +83,18 @@ class Checkpoint(Protocol):
         """A CUresult and the state of the process, None if the call failed. Blocks while another operation runs."""
 
     def lock(self, pid: int, timeout_ms: int) -> int:
-        """RUNNING to LOCKED, once the GPU's work is done. Returns NOT_READY after the timeout; `timeout_ms` 0 waits
-        without limit."""
+        """Change the state from RUNNING to LOCKED after the process's GPU work is done. Returns NOT_READY after the
+        timeout; `timeout_ms` 0 waits without limit."""
 
     def checkpoint(self, pid: int) -> int:
-        """LOCKED to CHECKPOINTED."""
+        """Copy the GPU memory to the host: LOCKED to CHECKPOINTED."""
 
     def restore(self, pid: int) -> int:
-        """CHECKPOINTED to LOCKED. If too little GPU memory is free, the driver destroys the process."""
+        """Copy the memory back: CHECKPOINTED to LOCKED. If too little GPU memory is free, the driver destroys the
+        process."""
 
     def unlock(self, pid: int) -> int:
-        """LOCKED to RUNNING."""
+        """Let the process's CUDA calls continue: LOCKED to RUNNING."""
 
 
 class Driver:
@@ -131,8 +132,8 @@ class Driver:
 def pieces(wanted: int, free: int, context: int) -> tuple[int, bool] | None:
     """The number of bytes to allocate so that `wanted` bytes are free after `release`, and whether the context stays.
 
-    `free`: the GPU's free bytes while the helper's context of `context` bytes exists. Returns None if too few are free.
-    Pure.
+    `free`: the GPU's free bytes while the helper's context of `context` bytes exists. Returns None if `free` is too
+    small. Pure.
     """
     if free >= wanted:
         return round_up(wanted), True
@@ -160,7 +161,7 @@ class MemoryPlaceholder:
         self._held: dict[str, _GpuBlocks] = {}
 
     def hold(self, wanted: Mapping[str, int]) -> dict[str, int]:
-        """Allocate these bytes on every GPU, or on none.
+        """Allocate the bytes in `wanted`, keyed by GPU UUID, on every GPU or on none.
 
         Returns the bytes that `release` will free, including contexts that will not stay. Raises DeviceError if a GPU
         has too little free memory, or is not visible to this process.
@@ -196,7 +197,7 @@ class MemoryPlaceholder:
         return size + (0 if entry.keeps else own or 0)
 
     def _allocate(self, entry: _GpuBlocks, size: int, uuid: str, wanted: int) -> None:
-        """Allocate `size` bytes in as few blocks as possible: each block takes time to free."""
+        """Allocate `size` bytes in as few blocks as possible, because each block takes time to free."""
         piece, address = size, c_uint64()
         while size > 0:
             piece = min(piece, size)

@@ -22,7 +22,8 @@ _INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _IDS_FROM = 13000  # the driver's CUDA version, as cuDriverGetVersion encodes it
 _initialised: libcuda.DriverAPI | None = None
-"""libcuda, once CUDA is initialised. Cached, because the test takes longer than most CUDA calls in this module."""
+"""libcuda, once CUDA is initialised. Cached, because the test for CUDA's initialisation takes longer than most CUDA
+calls in this module."""
 _primaries: dict[int, int] = {}
 _handles: dict[int, int] = {}
 """The driver's handle of a GPU, by ordinal."""
@@ -165,7 +166,7 @@ def active(ordinal: int) -> bool | None:
 
 
 def _with_primary(cuda: libcuda.DriverAPI, ordinal: int) -> int | None:
-    """The driver's handle of the device, if its primary context exists."""
+    """The driver's handle of the device, if the device's primary context exists; else None."""
     device, flags, found = c_int(), c_uint(), c_int()
     if cuda.cuDeviceGet(device, ordinal) or cuda.cuDevicePrimaryCtxGetState(device.value, flags, found):
         return None
@@ -274,7 +275,8 @@ class pushed:  # noqa: N801 (a context manager written by hand for speed: each r
 
 
 def allocation(address: int) -> tuple[int, int] | None:
-    """Start and bytes of the driver's allocation that contains `address`, in the current context; else None."""
+    """Start and bytes of the driver's allocation that contains `address`, in the current context; None if there is
+    none."""
     cuda = loaded()
     start, size = c_uint64(), c_size_t()
     if cuda is None or cuda.cuMemGetAddressRange_v2(start, size, address):
@@ -297,14 +299,14 @@ def watch(address: int, known: int) -> Callable[[], bool]:
     if ask is None:
         return lambda: buffer(address) == known
     found, which, where = c_uint64(), c_int(_BUFFER_ID), c_uint64(address)
-    out = byref(found)  # shared by all threads: a result that another thread wrote is newer and equally valid
+    out = byref(found)  # shared by all threads, because a result that another thread wrote is newer and valid
     return lambda: ask(out, which, where) == 0 and found.value == known
 
 
 class IdOfCurrent(NamedTuple):
     """A fast read of the id of this thread's current context.
 
-    If `ask(None, out)` returns 0, `number.value` is the id. A later call on any thread overwrites it.
+    If `ask(None, out)` returns 0, `number.value` is the id. A later call on any thread overwrites `number`.
     """
 
     ask: Callable[..., int]

@@ -80,7 +80,8 @@ def to_host(to: int, source: int, nbytes: int, ordinal: int) -> None:
 
 
 def _context(ordinal: int) -> int:
-    """The context for the copy. A thread may have no current context even while its framework uses the GPU."""
+    """The GPU's primary context, or the thread's current one if there is no primary. The copy makes this context
+    current, because a thread may have none even while its framework uses the GPU."""
     context = contexts.primary(ordinal) or contexts.current_handle()
     if context is None:
         raise DeviceError(f"cuda:{ordinal} has no context in this process", fix="make an array on it first")

@@ -42,7 +42,7 @@ def _ask_child() -> tuple[VisibleDevice, ...] | None:
     path = importable()
     try:
         answer = subprocess.run(
-            # -S skips `site`, which may read many files: `path` includes its entries
+            # -S skips `site`, which may read many files; `path` already has the entries that `site` would add
             [sys.executable, "-I", "-S", "-c", f"import sys; sys.path[:] = {path!r}\n{code}"],
             capture_output=True,
             text=True,

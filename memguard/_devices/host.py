@@ -62,5 +62,5 @@ class Host(Protocol):
         ...
 
     def close(self) -> None:
-        """Release NVML. A later call opens it again."""
+        """Shut NVML down. A later call of another method initialises NVML again."""
         ...

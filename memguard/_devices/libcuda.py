@@ -224,7 +224,8 @@ def already_loaded() -> DriverAPI | None:
 
 
 def quick(name: str) -> Callable[..., int] | None:
-    """A function of libcuda for calls at each allocation; None if the driver lacks the function.
+    """A function of libcuda with little call overhead, for use at each allocation; None if the driver lacks the
+    function.
 
     The function takes prepared ctypes objects, and None for a null pointer. Its calls keep the GIL, so the function
     must be one that returns immediately.

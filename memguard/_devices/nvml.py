@@ -61,7 +61,7 @@ _WITHIN = Advice(
 )
 _BRIEFLY = 0.2
 """Seconds to wait for pynvml's lock. Other threads hold the lock for microseconds, so after this time this thread
-itself must hold it."""
+itself must hold the lock."""
 
 
 def without_library(*, control: bool, module: bool, wsl: bool, amd: str | None, tegra: bool = False) -> str:
@@ -115,9 +115,9 @@ def _missing(error: str) -> bool:
 def no_gpu(error: str, *, control: bool, module: bool, pci: bool) -> bool:
     """Whether NVML's error means that this process has no GPU, judged by the machine's devices and drivers.
 
-    `control`, `module`: as for `without_library`; a Jetson counts as `control`, as its GPU needs no NVML. `pci`: an
-    NVIDIA GPU is on the PCI bus. A GPU whose installed driver fails does not count as missing: a program that continued
-    would use the GPU without a cap, or silently run without it.
+    `control`, `module`: as for `without_library`; a Jetson counts as `control`, because its GPU needs no NVML. `pci`:
+    an NVIDIA GPU is on the PCI bus. A GPU whose installed driver fails does not count as missing, because a program
+    that continued would use the GPU without a cap, or silently run without the GPU.
     """
     if control:
         return False
@@ -164,7 +164,7 @@ class _Process(Structure):
 
 
 _RECENT = 5.0
-"""Seconds of utilisation samples to read: NVML's samples are up to a second apart."""
+"""Seconds of utilisation samples to read. NVML's samples are up to a second apart."""
 _ROOM, _MOST_ROOM = 32, 1 << 16
 """Capacity of the process list: initial and maximal."""
 _FIGURES, _ENTRY = Struct("@I4Q"), Struct("@IQII")
@@ -173,7 +173,7 @@ _Room: Any = c_char * (_ROOM * _ENTRY.size)
 
 
 class _Ready(NamedTuple):
-    """The result of `Nvml._prepare`. `listed` is None if NVML lacks the function.
+    """The result of `Nvml._prepare`. `listed` is NVML's function for the process list; None if NVML lacks it.
 
     `figures` and `lists` contain output buffers for NVML, with pointers to them; `lists` also NVML's last output and
     its decoded value. A caller removes a buffer from the list while using it.
@@ -193,7 +193,8 @@ _all: weakref.WeakSet[Nvml] = weakref.WeakSet()
 
 
 def forget_prepared() -> None:
-    """Called when this process is suspended: the next readings go through `Nvml._call`, which raises Suspended.
+    """Called at a suspension of this process, so that the next readings go through `Nvml._call`, which raises
+    Suspended.
 
     A prepared reading does not check for a suspension.
     """
@@ -261,7 +262,7 @@ class Nvml:
         return tuple(why for _, why in sorted(self._refused.items(), key=lambda item: item[0]))
 
     def memory(self, uuid: str) -> MemoryInfo:
-        """nvmlDeviceGetMemoryInfo_v2; v1 (no `reserved`) on drivers that lack it. 8 µs on an H200."""
+        """Read `nvmlDeviceGetMemoryInfo_v2`, or v1 (no `reserved`) if the driver lacks v2. Takes 8 µs on an H200."""
         ready = self._ready.get(uuid)
         # The prepared call skips pynvml's lock. It is used only while pynvml is unchanged since `_prepare`.
         if ready is not None and self._pid == os.getpid() and getattr(ready.n, _FIND, None) is ready.find:
@@ -296,7 +297,7 @@ class Nvml:
     def processes(self, uuid: str) -> Mapping[int, int | None]:
         """Bytes of every compute process by PID; None if NVML reports no bytes, empty if NVML has no list (Jetson).
 
-        40 µs on an H200 with the two calls of nvidia-ml-py.
+        Takes 40 µs on an H200 with the two calls of nvidia-ml-py.
         """
         ready = self._ready.get(uuid)
         if (
@@ -387,7 +388,7 @@ class Nvml:
     def close(self) -> None:
         """Shut NVML down (nvmlShutdown). The next call initialises it again."""
         with self._lock:
-            pid, self._pid = self._pid, None  # first: a second nvmlShutdown would affect other users of NVML
+            pid, self._pid = self._pid, None  # first, because a second nvmlShutdown would affect other users of NVML
             # While the process is suspended, NVML would block until the resume.
             if pid == os.getpid() and not self._restarting and suspension.now is None:
                 import pynvml
@@ -410,7 +411,7 @@ class Nvml:
         """Run `work` on the GPU. `what` names the reading in an error's text."""
         if suspension.now is not None:  # NVML would block until the process is resumed
             raise suspension.refused("NVML")
-        n = self._pynvml()  # not timed: the import may read a slow disk
+        n = self._pynvml()  # not timed, because the import may read a slow disk
         here = _here
         if here.calls and not _may_call(n):
             raise DeviceError(_WITHIN)
@@ -429,7 +430,8 @@ class Nvml:
             here.calls -= 1
             spent = time.monotonic() - started
             if spent >= _SLOW:
-                self._warn_slow(f"{what} {uuid}".strip(), spent)  # without the lock: a log handler may call memguard
+                # called without the lock, because a log handler may call memguard
+                self._warn_slow(f"{what} {uuid}".strip(), spent)
 
     def _pynvml(self) -> Any:
         found = sys.modules.get("pynvml") if self._pid is not None else None
@@ -546,7 +548,8 @@ class Nvml:
             except n.NVMLError_NoPermission:
                 if not self._mig(n, handle):
                     raise
-                self._refused[self._indices[uuid]] = mig_advice(name, uuid)  # with MIG, only root may read it
+                # with MIG, only root may read the GPU's memory
+                self._refused[self._indices[uuid]] = mig_advice(name, uuid)
                 continue
             except n.NVMLError_NotSupported:
                 info = MemoryInfo(0, None, None, 0)

@@ -6,10 +6,10 @@ waits. The pool may reuse a block that another framework freed on its own stream
 stream wait for that stream's work. So an allocation synchronises the host with memguard's stream, which has no other
 work. A free is queued behind an event of the whole context (`cuCtxRecordEvent`).
 
-The driver cannot cap the device's default pool, so its allocators check `PoolCap` before each request. Another thread
-may allocate between the check and the allocation. So each request is registered as a claim before the check, and counts
-for the other threads until it is allocated or refused. Requests take a lock only if two of them are so close to the cap
-that one alone fits: then the lock makes them run one after the other.
+The driver cannot cap the device's default pool, so allocators that use this pool check `PoolCap` before each request.
+Another thread may allocate between the check and the allocation. So each request is registered as a claim before the
+check, and counts for the other threads until it is allocated or refused. Requests take a lock, and so run one after the
+other, only if concurrent requests fit below the cap singly but not together.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class PoolBlocks:
         return sum(self._live.values())
 
     def take(self, size: int) -> PoolBlock | None:
-        """A block of `size` bytes; None if the pool and the GPU have too little memory. DeviceError if CUDA fails."""
+        """A block of `size` bytes; None if the pool and the GPU have too little memory. Raises DeviceError if CUDA
+        fails."""
         cuda, found, held = contexts.driver(), c_uint64(), PoolBlock(self)
         if self._waiting:
             self._settle()
@@ -127,7 +128,7 @@ class PoolBlocks:
         while self._waiting and cuda is not None:  # `cuda` is None in a forked child, which cannot use CUDA
             try:
                 held = self._waiting.popleft()
-            except IndexError:  # another thread took the last one
+            except IndexError:  # another thread took the last block
                 return
             try:
                 if held.there:
@@ -198,10 +199,10 @@ class PoolCap:
         self._locked = LockedRunner()
 
     def take(self, size: int) -> Claim | None:
-        """Claim `size` bytes for an allocation; None if they exceed the cap. The caller ends the claim after the
-        allocation."""
+        """Claim `size` bytes for an allocation; None if the cap forbids the request. The caller ends the claim after
+        the allocation."""
         claim = Claim(self._claims, size)
-        # In this order, an allocation that another thread makes meanwhile is in at least one of the two figures.
+        # Claims are read before `used`, so that another thread's allocation in between counts in at least one of them.
         claimed = sum(self._claims.values())
         used = self._used()
         if used + claimed <= self._most:
@@ -213,8 +214,8 @@ class PoolCap:
         return None if found is None else found[0]
 
     def _after_others(self, size: int) -> Claim | None:
-        """Wait until the claims of other threads end, if the request exceeds the cap only together with these
-        claims."""
+        """Retry the claim while it exceeds the cap only because of other threads' claims. None if the request alone
+        exceeds the cap, or after `_PATIENCE`."""
         here, until = threading.get_ident(), time.monotonic() + _PATIENCE
         while True:
             claim = Claim(self._claims, size)
@@ -223,7 +224,8 @@ class PoolCap:
             if used + claimed <= self._most:
                 return claim
             claim.end()
-            mine = any(thread == here for thread, _ in list(self._claims))  # interrupted by this finalizer
+            # `mine`: this finalizer interrupted a request of the same thread, whose claim cannot end meanwhile
+            mine = any(thread == here for thread, _ in list(self._claims))
             if used + size > self._most or mine or time.monotonic() >= until:
                 return None
             time.sleep(_PAUSE)

@@ -59,7 +59,8 @@ class _Pool:
         return self._attribute(_USED)
 
     def keep(self) -> int | None:
-        """Set the release threshold again if other code changed it. Returns that value, None if unchanged."""
+        """Set memguard's release threshold again if other code changed it. Returns the value that other code set; None
+        if unchanged."""
         found = self._attribute(_RELEASE_THRESHOLD)
         if found == _NO_RELEASE:
             return None
@@ -113,7 +114,7 @@ class CappedPool(_Pool):
         check("cuMemPoolCreate", cuda.cuMemPoolCreate(pool, wanted))
         self._pool = pool.value or 0
         try:
-            # PyTorch's own setting of the default pool: freed memory stays in the pool until a trim.
+            # As PyTorch does with the default pool, so that freed memory stays in the pool until a trim.
             self._set_threshold(_NO_RELEASE)
             check("cuDeviceSetMemPool", cuda.cuDeviceSetMemPool(self._device, self._pool))
         except BaseException:

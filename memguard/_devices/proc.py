@@ -51,8 +51,8 @@ class Stat(NamedTuple):
 
 
 class Status(NamedTuple):
-    """`user` is the effective user; `users` are the real, effective, saved and file-system users. `tracer` is 0 for
-    none."""
+    """`user` is the effective user; `users` are the real, effective, saved and file-system users. `tracer` is the PID
+    of an attached debugger; 0 for none."""
 
     users: tuple[int, ...]
     tracer: int | None
@@ -181,7 +181,7 @@ def _below(pid: int, children: dict[int, list[int]], known: dict[int, Stat]) -> 
 
 
 def same_namespace(root: str, pid: int) -> bool | None:
-    """Whether this process and `pid` share a PID namespace: a container's PIDs differ from the host's."""
+    """Whether this process and `pid` share a PID namespace, and so the numbering of PIDs. A container has its own."""
     try:
         return os.readlink(path_of(root, pid, "ns/pid")) == os.readlink(os.path.join(root, "proc", "self", "ns", "pid"))
     except OSError:
@@ -189,7 +189,7 @@ def same_namespace(root: str, pid: int) -> bool | None:
 
 
 def dumpable(root: str, pid: int, user: int | None) -> bool | None:
-    """True if other processes of the user may inspect the process. If not, root owns the process's /proc files
+    """True if other processes of the user may inspect the process. Otherwise root owns the process's /proc files
     (proc(5))."""
     try:
         owner = os.stat(path_of(root, pid, "stat")).st_uid
@@ -209,7 +209,7 @@ def _number(field: str) -> int | None:
 
 
 def holders(processes: Mapping[int, int | None], used: int | None) -> tuple[str, ...]:
-    """One line for each process, the largest first; `used` are the GPU's used bytes.
+    """Describe each process that holds GPU memory in one line, the largest first. `used` is the GPU's used bytes.
 
     Bytes that belong to no listed process get their own line, because NVML omits the processes of other containers.
     """
@@ -220,8 +220,7 @@ def holders(processes: Mapping[int, int | None], used: int | None) -> tuple[str,
 
 
 def unlisted(processes: Mapping[int, int | None], used: int | None) -> int:
-    """Bytes that belong to no listed process; 0 if the driver itself may use them, or NVML reports no bytes by
-    process."""
+    """Bytes that belong to no listed process; 0 if less than `_DRIVER_USES`, or if NVML reports no bytes by process."""
     if used is None or None in processes.values():
         return 0
     rest = used - sum(size or 0 for size in processes.values())

@@ -64,7 +64,8 @@ class RealHost:
 
     def _visible(self, all_of_them: tuple[Device, ...], ordinals: bool) -> tuple[Device, ...]:
         hidden, refused = os.environ.get("CUDA_VISIBLE_DEVICES"), self._nvml.refused
-        if cuda_order.hides_all(hidden) and not contexts.initialised():  # CUDA reads it only when it initialises
+        # CUDA reads the variable only at its initialisation
+        if cuda_order.hides_all(hidden) and not contexts.initialised():
             raise DeviceError(_shows_none(hidden, len(all_of_them)), missing=True)
         alone = len(all_of_them) == 1 and not refused
         silent = next((device for device in all_of_them if device.unified), None)

@@ -32,8 +32,8 @@ _LAZY_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag of cuda.h
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 HANDLE_BYTES = sizeof(CUipcMemHandle)
 PAGE = 2 * MIB
-"""Bytes. The driver's page size. Blocks of more than 1 MiB begin and end at a multiple of it; smaller blocks share a
-page."""
+"""Bytes. The driver's page size. Blocks of more than 1 MiB begin and end at a multiple of this size; smaller blocks
+share a page."""
 _retained: dict[int, int] = {}
 """The primary contexts retained here for mapped memory. memguard never releases them, as frameworks never release the
 primary contexts that they retain."""
@@ -73,7 +73,7 @@ class Mapping:
         self.address, self._context, self._undo = address, context, undo
 
     def close(self) -> None:
-        """Unmap the memory, from any thread. All work on it must be done."""
+        """Unmap the memory, on any thread. The caller ensures that all GPU work that uses the memory has completed."""
         with contexts.capture_safe(), contexts.entered(self._context):
             self._undo.close()
 
@@ -90,7 +90,7 @@ def ordinal(uuid: str) -> int | None:
 
 
 def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = None) -> Allocation:
-    """Copy memory into a separate allocation that other processes can map. The copy is done when this returns.
+    """Copy memory into a separate allocation that other processes can map. Returns after the copy has completed.
 
     `context` is a context that can read the memory; None for the GPU's primary one. Raises NoRoom, DeviceError.
     """
@@ -101,7 +101,7 @@ def duplicate(ordinal: int, address: int, nbytes: int, context: int | None = Non
         with contextlib.ExitStack() as unmap:
             copied = _map(cuda, unmap, ordinal, handle, size)
             rest = size - nbytes
-            if rest:  # zero the rest: it may hold another process's data
+            if rest:  # zero the rest, which may contain another process's data
                 check("cuMemsetD8", cuda.cuMemsetD8_v2(copied + nbytes, 0, rest))
             copies.device(copied, address, nbytes, ordinal)
         fd = c_int(-1)
@@ -136,7 +136,7 @@ def map_file(ordinal: int, fd: int, size: int) -> Mapping:
 
 
 def map_block(ordinal: int, handle: bytes, size: int) -> Mapping:
-    """Open the block behind another process's IPC handle, which must have `size` bytes."""
+    """Map the block of another process's IPC handle. Raises DeviceError if the block has fewer than `size` bytes."""
     with _present(ordinal) as cuda, contextlib.ExitStack() as undo:
         address, given = c_uint64(), CUipcMemHandle.from_buffer_copy(handle)
         check("cuIpcOpenMemHandle", cuda.cuIpcOpenMemHandle_v2(address, given, _LAZY_PEERS))
@@ -185,7 +185,8 @@ def _map(cuda: DriverAPI, undo: contextlib.ExitStack, ordinal: int, handle: int,
 
 @contextlib.contextmanager
 def _present(ordinal: int) -> Iterator[DriverAPI]:
-    """Make the GPU's primary context current: created on demand, and released if the block raises. Yields libcuda."""
+    """Retain the GPU's primary context on first use, and make it current. Yields libcuda. A context retained by this
+    call is released if the block raises."""
     cuda = _driver()
     new = ordinal not in _retained
     device, context = c_int(), c_void_p()
@@ -204,7 +205,7 @@ def _present(ordinal: int) -> Iterator[DriverAPI]:
 
 
 def _initialise() -> None:
-    """Run `cuInit` if needed. In a user's process memguard does so only here, because attaching memory requires
+    """Run `cuInit` if needed. In a user's process memguard runs `cuInit` only here, because attaching memory requires
     CUDA."""
     if contexts.loaded() is not None:
         return

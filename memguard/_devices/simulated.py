@@ -48,7 +48,7 @@ class _State:
 
     def note_peak(self) -> None:
         process = self.process
-        if process > self.peak:  # a plain `if`, not `max`: a signal handler during that call may raise the peak
+        if process > self.peak:  # not `max(…)`: a signal handler that runs during `max` may raise the peak
             self.peak = process
 
     @property
@@ -63,9 +63,9 @@ class _State:
 class SimulatedHost:
     """`Host` with simulated GPUs, and the calls through which simulated frameworks allocate. Thread-safe.
 
-    `names` are `Model`s, or names that `catalog.models` accepts: most names stand for one GPU, the path of a device
-    file for several. Figures are exact bytes: the simulated frameworks round to the 2 MiB pages of a real driver.
-    Raises DeviceError for an unknown name, and ConfigError for an invalid file.
+    `names` are `Model`s, or names that `catalog.models` accepts: most names give one GPU, a device file may define
+    several. Figures are exact bytes: the simulated frameworks round to the 2 MiB pages of a real driver. Raises
+    DeviceError for an unknown name, and ConfigError for an invalid file.
     """
 
     simulated = True
@@ -79,7 +79,8 @@ class SimulatedHost:
         kinds = [kind for name in names for kind in (catalog.models(name) if isinstance(name, str) else (name,))]
         # Re-entrant: a signal handler or a finalizer may interrupt a call.
         self.lock: Any = ordered(threading.RLock(), LockOrder.ALLOCATOR)
-        """One lock for the machine and its simulated frameworks: two locks could deadlock in a signal handler."""
+        """One lock for the machine and its simulated frameworks, because two locks could deadlock in a signal
+        handler."""
         self._states: dict[str, _State] = {}
         for index, kind in enumerate(kinds):
             uuid = f"GPU-00000000-0000-4000-8000-{index:012x}"
@@ -135,7 +136,8 @@ class SimulatedHost:
             self._loaded |= frozenset(libraries)
 
     def entries(self, mark: bool = True) -> frozenset[tuple[str, int]]:
-        """Empty until the first `enter`, as on a machine where no library is observable."""
+        """See `Host.entries`. Before the first `enter` the result is empty, as on a machine where no library is
+        observable."""
         return frozenset(self._entries.items())
 
     def enter(self, *libraries: str) -> None:

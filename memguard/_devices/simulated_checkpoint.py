@@ -1,7 +1,7 @@
-"""Simulated checkpoints of processes, which return what an H200 with driver 580.159 returned, call by call.
+"""Simulates the driver's checkpoint calls. Each call returns the code that an H200 with driver 580.159 returned.
 
 Used by guards of simulated GPUs (a guard applies a budget), and by tests that make calls fail or hang, or kill the
-helper.
+helper process that makes the calls.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Order between streams, by CUDA events: later work of one stream waits for earlier work of another.
+"""Orders streams with CUDA events, so that later work of one stream waits for earlier work of another.
 
 Measured on an H200: `cuCtxRecordEvent` covers non-blocking streams, which an event on the legacy default stream does
-not. `cuCtxRecordEvent` and `cuCtxSynchronize` break a CUDA graph capture of any thread in the context, so callers pass
-the stream if they know it; recording on a stream that is not captured breaks no capture. A stream with all work done
-(`cuStreamQuery`) needs no event.
+not cover. `cuCtxRecordEvent` and `cuCtxSynchronize` break a CUDA graph capture of any thread in the context, so callers
+pass the stream if they know it; recording on a stream that is not captured breaks no capture. A stream with all work
+done (`cuStreamQuery`) needs no event.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Mark:
         return bool(code == 0)
 
     def _succeeded(self, call: str, code: int) -> None:
-        """Raise if the call failed, and destroy the event: a failed call leaves it in an unknown state."""
+        """If the call failed, destroy the event, whose state is then unknown, and raise DeviceError."""
         if code:
             event, self._event = self._event, 0
             self._cuda.cuEventDestroy_v2(event)
@@ -197,7 +197,7 @@ def quick_idle(ordinal: int, stream: int | None, other: int | None, inside: bool
     else:
         code, call = 0, "cuStreamQuery"
     if not code:
-        mode = c_int(_RELAXED)  # as `contexts.capture_safe`: CUDA stores the former mode here
+        mode = c_int(_RELAXED)  # as in `contexts.capture_safe`; CUDA stores the former mode in this variable
         try:
             cuda.cuThreadExchangeStreamCaptureMode(mode)
             if stream is None:
@@ -220,9 +220,9 @@ def quick_idle(ordinal: int, stream: int | None, other: int | None, inside: bool
 def capturing(ordinal: int, stream: int) -> bool:
     """Whether the stream is capturing a CUDA graph. The query breaks no capture.
 
-    CUDA never captures the legacy default stream. Raises Captured if even a query of the default stream is forbidden: a
-    stream for which the default stream waits is capturing, and any use of the default stream would break that capture
-    (documented for `cuStreamIsCapturing`).
+    CUDA never captures the legacy default stream. Raises Captured if even a query of the default stream is forbidden,
+    because a stream for which the default stream waits is capturing, and any use of the default stream would break that
+    capture (documented for `cuStreamIsCapturing`).
     """
     status = c_int()
     if stream > _NAMED:

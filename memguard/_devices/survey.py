@@ -71,7 +71,8 @@ def _read(folder: str, name: str) -> str:
 
 
 def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
-    """Open each device file to test its access, because no file shows a container's device rules."""
+    """Open each device file to test access, because no file shows a container's device rules. Returns `ok`, `denied` or
+    the errno's name, by path."""
     found = {}
     for path in sorted(path for pattern in patterns for path in glob.glob(pattern)):
         try:
@@ -86,7 +87,7 @@ def files(patterns: Iterable[str] = _FILES) -> dict[str, str]:
 
 
 def nvml(without: frozenset[int]) -> dict[str, Any]:
-    """NVML's state, with the fields of `memguard._tools.doctor.facts.Nvml`."""
+    """NVML's state, with the fields of `memguard._tools.doctor.facts.Nvml`. Omits the processes in `without`."""
     try:
         import pynvml as n
     except ImportError as error:
@@ -215,7 +216,7 @@ def _devices(cuda: libcuda.DriverAPI) -> Iterator[dict[str, Any]]:
 
 
 def mapped(name: str) -> str | None:
-    """The file of a library that this process has mapped, with links resolved."""
+    """The path of the mapped file of a library; None if this process has not mapped the library."""
     with contextlib.suppress(OSError), open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
         for line in maps:
             path = line.rstrip("\n").split(None, 5)[5:]

@@ -23,7 +23,8 @@ from memguard.errors import Suspended
 
 @dataclass(frozen=True)
 class Off:
-    """The state while suspended: since `since` (Unix time), with `bytes` moved from each GPU (UUID) to the host."""
+    """The state of a suspended process. `since` is the Unix time of the suspension, `bytes` the bytes moved to the host
+    from each GPU (UUID)."""
 
     bytes: dict[str, int]
     since: float
@@ -50,8 +51,8 @@ class Off:
 LOST_FIX = "end it and start it again"
 """The fix in every message about a process in the phase LOST."""
 now: Off | None = None
-"""None in the phase RUNNING. `enter` sets it before memguard blocks CUDA calls, and clears it before memguard permits
-them again, with one assignment, so that readers take no lock."""
+"""None in the phase RUNNING. `enter` sets `now` before memguard blocks CUDA calls, and resets `now` to None before
+memguard permits CUDA calls again. Each change is one assignment, so that readers take no lock."""
 forbidden: dict[str, tuple[int, str, str]] = {}
 """Operations in progress that forbid a suspension, by kind: the PID, the reason, and the fix.
 
@@ -73,7 +74,7 @@ def enter(new: Phase, sizes: dict[str, int] | None = None) -> None:
     """Change the phase. Called only by the thread that holds the suspension lock.
 
     `sizes`: the bytes that leave each GPU; None keeps the earlier sizes. Entering the current phase again is legal.
-    Raises IllegalTransition for a change that is not in the table.
+    Raises IllegalTransition for a change that is not in `TRANSITIONS`.
     """
     global now
     off = now
@@ -94,7 +95,8 @@ def refused(what: str) -> Suspended:
 
 
 def off_its_gpus(what: str = "") -> Advice:
-    """The text of the error that `refused` creates. Without `what`: of the error for a second suspension."""
+    """The text of the error that `refused` creates. Without `what`, the text is for the error of a second
+    suspension."""
     head = f"{what}: this process is" if what else "this process is already"
     off = now
     since = "" if off is None else f" since {time.strftime('%H:%M:%S', time.localtime(off.since))}"
@@ -123,7 +125,7 @@ def run_deferred() -> None:
     while _deferred:
         try:
             call = _deferred.popleft()
-        except IndexError:  # another thread took the last one
+        except IndexError:  # another thread took the last call
             return
         try:
             call()

@@ -1,8 +1,8 @@
 """A context manager that makes a GPU's primary context current for PyCUDA on the calling thread.
 
 PyCUDA keeps a stack of contexts for each thread. It aborts the process if that stack is not empty when the thread ends,
-or at exit. So this module counts its pushed contexts for each thread, and pops the remaining ones before PyCUDA checks:
-for the main thread at exit, for another thread when Python frees its thread-local values.
+or at exit. So this module counts its pushed contexts for each thread, and pops the remaining ones before PyCUDA checks
+the stack: for the main thread at exit, for another thread when Python frees its thread-local values.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _PerThread(threading.local):
 
 _per_thread = _PerThread()
 _keepalive: dict[int, Any] = {}
-"""A context object of each GPU, which keeps the primary context alive: creating it takes 0.1 s."""
+"""A context object of each GPU, which keeps the primary context alive, because creating one takes 0.1 s."""
 
 
 class pycuda_context:  # noqa: N801 (a context manager that is entered by its name, as contextlib's are)

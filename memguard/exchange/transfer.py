@@ -57,14 +57,14 @@ class Route(NamedTuple):
 def to(
     x: Any, framework: ArraysName, *, copy: bool | None = None, stream: Any = None, device: int | None = None
 ) -> Any:
-    """`x` as an array of `framework`: torch, tensorflow, cupy, jax, pycuda or numba; numpy for host memory.
+    """Return `x` as an array of `framework`: torch, tensorflow, cupy, jax, pycuda or numba; numpy for host memory.
 
     `copy=None` shares the memory, and raises CannotShare with reason and remedy if that would not be safe. `copy=True`
     copies on the GPU, to another GPU with `device` (CUDA's ordinal), and through the host only to or from host memory;
     `last_route()` returns the path. `copy=False` shares or raises; it also shares read-only memory, which you then must
     not write to. `stream` is the stream that will use the result: a handle, or any object with `__cuda_stream__`. The
-    default is the framework's current stream; if the framework names none, the host waits. The memory lives as long as
-    any view of it.
+    default is the framework's current stream; if the framework names none, the host waits for the producer's work. The
+    memory lives as long as any view of it.
     """
     if suspension.now is not None:
         raise suspension.refused("memguard.exchange.to")
@@ -142,7 +142,7 @@ def _copy(
     x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: int | None, on: int | None
 ) -> tuple[Any, str]:
     """Copy the array, first compacted by the producer if the consumer cannot read its layout. The copy runs on the
-    stream `on`, if the user named one."""
+    stream `on`, if the user named a stream. Returns the copy and `Route.way`."""
     view, traits = offer.view, consumer.traits
     if view.device is not None and place is None:
         producer.ready(offer, None)
@@ -160,7 +160,7 @@ def _copy(
             left = compatibility.obstacle(writable.view, traits, view.device)
             if left is not None:
                 raise CannotShare(writable.producer, consumer.name, left.reason, left.remedy, copied=True)
-        if place != view.device:  # the copy may run on a stream of the other GPU
+        if place != view.device:  # the host waits, because the copy may run on a stream of the other GPU
             producer.ready(writable, None)
         view, shared = writable.view, _shared(producer, consumer, writable, on)
         if on is not None and place is not None:
@@ -169,7 +169,7 @@ def _copy(
             made = consumer.copy(shared, place)  # queued on the stream of the imported view
     if place is None or view.device is None or place == view.device:
         return made, _way(view.device, place)
-    streams.follow(place, None, None)  # the host waits: a `Lifetime` tracks no second GPU's streams
+    streams.follow(place, None, None)  # the host waits, because a `Lifetime` cannot track a second GPU's streams
     return made, _way(view.device, place) + _route(view, consumer, made, place)
 
 
@@ -188,7 +188,7 @@ def _route(view: View, consumer: Arrays, made: Any, place: int) -> str:
 
 
 def _without_readonly(offer: Offer) -> Offer:
-    """The offer without the read-only flag: a copy only reads the array."""
+    """Return the offer without the read-only flag, because a copy only reads the array."""
     return offer._replace(view=offer.view._replace(readonly=False))
 
 
@@ -211,8 +211,8 @@ def _uploaded(x: Any, producer: Arrays, consumer: Arrays, offer: Offer, place: i
 def compacted(x: Any, producer: Arrays, offer: Offer) -> tuple[Arrays, Any, Offer]:
     """Make a compact copy of the array, in its own framework or in another imported one.
 
-    Returns the adapter of this framework, the copy, and the copy's offer. Raises CannotShare if no imported framework
-    can make the copy.
+    Returns the adapter of the framework that made the copy, the copy, and the copy's offer. Raises CannotShare if no
+    imported framework can make the copy.
     """
     maker, x = _compact_copy(x, producer, _without_readonly(offer))
     return maker, x, maker.offer(x)

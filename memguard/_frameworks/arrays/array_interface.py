@@ -21,7 +21,7 @@ from memguard._frameworks.arrays.view import (
 
 
 class Malformed(ValueError):
-    """An array interface that `View` cannot represent. `remedy` is the fix for the user."""
+    """Raised for an array interface that `View` cannot represent. `remedy` is the fix for the user."""
 
     def __init__(self, reason: str, remedy: str = "check how its library makes it") -> None:
         super().__init__(reason)
@@ -81,8 +81,8 @@ class WithInterface:
     """Shared memory with an array interface. Arrays created from this object reference the object, and the object
     references the lifetime.
 
-    `stream` is the user's stream, which already waits for the producer's work. If it is None, any stream may use the
-    memory without a wait.
+    `stream` is the user's stream, which already waits for the producer's work. If `stream` is None, any stream may use
+    the memory without a wait.
     """
 
     def __init__(self, view: View, lifetime: Lifetime, stream: int | None = None) -> None:
@@ -97,7 +97,7 @@ class WithInterface:
         if device is None:
             self.__array_interface__ = interface
         else:
-            # the CUDA array interface forbids handle 0: 1 also names the legacy default stream
+            # the CUDA array interface forbids handle 0, so use handle 1 (LEGACY) for the legacy default stream
             interface["stream"] = None if stream is None else stream or streams.LEGACY
             self.__cuda_array_interface__ = interface
         self._lifetime = lifetime

@@ -3,8 +3,7 @@
 The framework's `spec.py` names the class (`Exchanged`); `tests/contract` and `tests/gpu/test_exchange.py` test every
 class.
 
-- Only the framework's own file imports the framework, inside methods. Callers call `owns` only after
-  the framework has been imported.
+- `arrays.py` imports the framework only inside methods. Callers call `owns` only after the framework has been imported.
 - `offer` describes an array without waiting for GPU work on it. It raises CannotShare if not even a copy is possible
   (sparse, quantised, symbolic arrays). `ready` makes a stream, or the host, wait for the GPU work on the array.
 - `import_view` creates an array on the producer's memory without a copy. `compatibility.obstacle` has already checked
@@ -38,24 +37,24 @@ class Arrays(ABC):
     call: ClassVar[str]
     """The framework's public function that `import_view` calls, as the documentation names it."""
     waits: ClassVar[str]
-    """`stream` or `host`: what waits for the producer's work when this framework imports an array."""
+    """Either `stream` or `host`, whichever waits for the producer's work when this framework imports an array."""
     takes_stream: ClassVar[bool] = True
     """True if a user can name the stream that will use the array, False if the framework chooses its streams itself."""
 
     own_contexts: ClassVar[bool] = False
-    """True if the framework may use a context other than the GPU's primary one: callers then call `context`."""
+    """True if the framework may use a context other than the GPU's primary one, so that callers must call `context`."""
     copies_on: ClassVar[bool] = False
     """Whether the framework can queue a copy on the user's stream. Otherwise the framework copies on its own
     stream, or the host waits for the copy."""
     direct: ClassVar[bool] = True
-    """Whether the framework copies directly between two GPUs if one can access the other's memory, as measured rates
-    show (264 to 377 GB/s on two H200s)."""
+    """True if the framework copies directly between two GPUs when one can access the other's memory. Inferred from
+    measured rates (264 to 377 GB/s on two H200s)."""
     immutable: ClassVar[bool] = False
     """Whether the framework never writes to an existing array."""
     keeps_readonly: ClassVar[bool] = False
     """Whether the framework supports read-only arrays, so that it may import read-only memory."""
     compacts: ClassVar[Layout | None] = Layout.FORWARD
-    """The arrays that `compact` can copy: all (FORWARD), only compact ones, to align them (COMPACT), or none (None)."""
+    """`compact` can copy all arrays (FORWARD), only compact arrays, to an aligned address (COMPACT), or none (None)."""
 
     @property
     def name(self) -> str:
@@ -74,7 +73,8 @@ class Arrays(ABC):
         """Describe the array's memory, layout and stream. Raises CannotShare if not even a copy is possible."""
 
     def obstacle(self, x: Any) -> Obstacle | None:
-        """A reason unrelated to the memory, such as autograd, why this array must not be shared; else None."""
+        """Return a reason unrelated to the memory, such as autograd, why `x` must not be shared; None if there is
+        none."""
         return None
 
     def ready(self, offer: Offer, stream: int | None) -> None:
@@ -88,7 +88,8 @@ class Arrays(ABC):
         return None
 
     def place(self, view: View, device: int | None) -> int | None:
-        """The GPU of the array that the framework will create from `view`: `device` if given. None for the host."""
+        """The GPU on which the framework will create an array from `view`, which is `device` if given. None for the
+        host."""
         if device is None and view.device is None and not self.traits.on_host:
             return contexts.current() or 0
         return view.device if device is None else device
@@ -99,8 +100,8 @@ class Arrays(ABC):
 
     @abstractmethod
     def import_view(self, view: View, lifetime: Lifetime, make_wait: MakeWait, stream: int | None) -> Any:
-        """Create an array on this memory. The array references `lifetime`. Calls `make_wait` once, with the stream that
-        will use the array."""
+        """Create an array on the memory of `view`. The array references `lifetime`. Calls `make_wait` once, with the
+        stream that will use the array."""
 
     @abstractmethod
     def copy(self, array: Any, device: int | None) -> Any:
@@ -123,7 +124,7 @@ class Arrays(ABC):
         raise NotImplementedError(self.name)
 
     def _interface(self, x: Any) -> tuple[View, int | None, int | None]:
-        """`array_interface.read` of an array with the CUDA array interface. Raises the framework's `refusal`."""
+        """Parse `x.__cuda_array_interface__` with `array_interface.read`. Raises CannotShare."""
         try:
             return array_interface.read(x.__cuda_array_interface__)
         except array_interface.Malformed as error:

@@ -79,7 +79,8 @@ class Obstacle:
 
 
 def obstacle(view: View, consumer: Traits, device: int | None) -> Obstacle | None:
-    """Why `consumer` cannot share this memory; None if it can. `device` is the GPU of the consumer's array."""
+    """The reason why `consumer` cannot share the memory of `view`, or None. `device` is the GPU of the consumer's
+    array."""
     address, shape, strides, dtype, lies, readonly = view
     on_gpu = device is not None
     multiple = (consumer.multiples if on_gpu else consumer.host_multiples).get(dtype)

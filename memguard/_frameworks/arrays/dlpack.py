@@ -1,4 +1,4 @@
-"""Reads and creates DLPack capsules, from which PyTorch, TensorFlow, JAX and CuPy import memory, with ctypes.
+"""Reads and creates, with ctypes, the DLPack capsules from which PyTorch, TensorFlow, JAX and CuPy import memory.
 
 memguard creates unversioned capsules (`dltensor`), which all four frameworks accept. TensorFlow and JAX accept no
 versioned ones (measured). A capsule's deleter may run on any thread, and acquires the GIL there.
@@ -49,7 +49,7 @@ def read(capsule: Any) -> View:
     readonly = False
     try:
         at = _pointer(capsule, b"dltensor")
-    except ValueError:  # versioned, consumed, or no capsule
+    except ValueError:  # `capsule` is versioned, already consumed, or not a capsule
         at, readonly = _versioned(capsule)
     address, kind, number, ndim, code, bits, lanes, extents, steps, offset = _TENSOR.unpack_from(
         _Tensor.from_address(at)
@@ -90,13 +90,13 @@ def _versioned(capsule: Any) -> tuple[int, bool]:
 def _numbers(ndim: int) -> tuple[Any, Callable[[Any], tuple[int, ...]]]:
     """A ctypes buffer type for `ndim` int64 values, and the function that unpacks them.
 
-    Cached, because creating a ctypes type takes 25 us, and the next garbage collection frees an unused type.
+    Cached, because creating a ctypes type takes 25 us, and a type without references is garbage-collected.
     """
     return ctypes.c_char * (8 * ndim), struct.Struct(f"@{ndim}q").unpack_from
 
 
 def capsule(view: View, lifetime: Lifetime, *, device: int | None) -> Any:
-    """Create an unversioned capsule over this memory. The lifetime ends when the consumer frees its last view.
+    """Create an unversioned capsule over the memory of `view`. The lifetime ends when the consumer frees its last view.
 
     `device` is the GPU's index in the consumer's numbering, None for the host. NumPy creates the capsule from a
     temporary array, and this function overwrites the device and dtype fields, which NumPy cannot set. The capsule thus
@@ -148,7 +148,8 @@ class Exporter:
         return (CPU, 0) if self._device is None else (CUDA, self._device)
 
     def __dlpack__(self, *, stream: int | None = None, **_: object) -> Any:
-        """`stream` as DLPack defines it: -1 for no synchronisation, None for the legacy default stream."""
+        """Create a capsule. As DLPack defines, `stream` is -1 for no synchronisation, None for the legacy default
+        stream."""
         if stream != -1:
             self._make_wait(1 if stream is None else stream)
         return capsule(self._view, self._lifetime, device=self._device)

@@ -71,7 +71,7 @@ class Lifetime:
             self.end()
 
     def cancel(self) -> None:
-        """End the lifetime of a failed hand-over: the consumer never used the memory, so nothing needs to wait."""
+        """End the lifetime of a failed hand-over without a wait, because the consumer never used the memory."""
         _open.pop(id(self), None)
 
     def end(self) -> None:
@@ -111,7 +111,7 @@ class _SharedView(NamedTuple):
 
 _new_shared_view: Callable[[tuple[Any, ...]], _SharedView] = functools.partial(tuple.__new__, _SharedView)
 held_for_processes: Counter[int] = Counter()
-"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes. The ledger counts them for no
+"""Bytes by GPU (CUDA's ordinal) that this process holds for other processes. The ledger attributes these bytes to no
 framework."""
 _open: dict[int, _SharedView] = {}
 """The shared views by `id` of their `Lifetime`. An entry does not reference the array's owner."""
@@ -121,7 +121,8 @@ _parked: list[_Parked] = []
 def begin(
     offer: Offer, consumer: str, stream: int | None, releases_when_done: bool = False, context: int | None = None
 ) -> Lifetime:
-    """Create a lifetime. It ends with `end`, or with the last reference to it."""
+    """Create a lifetime. The lifetime ends when `end` is called, or when the last reference to the object is
+    dropped."""
     lifetime = Lifetime()
     lifetime.offer, lifetime.consumer, lifetime.stream = offer, consumer, stream
     lifetime.releases_when_done, lifetime.context = releases_when_done, context
@@ -175,7 +176,7 @@ def lent_by(producer: str, device: int) -> int:
 
 
 def covered(parts: Iterable[tuple[int, int]]) -> int:
-    """The total bytes that one or more of the ranges cover."""
+    """The number of bytes in the union of the address ranges `parts`, each a start and an exclusive end."""
     total, reached = 0, 0
     for first, end in sorted(parts):
         total += max(end - max(first, reached), 0)
@@ -187,13 +188,13 @@ def _running_work(
     offer: Offer, stream: int | None, context: int | None = None
 ) -> Mark | _DeferredMark | _AfterResume | None:
     """An object whose `passed` tests if the consumer's work is done. None if the work is done already, or if the
-    producer's stream now waits for it."""
+    producer's stream now waits for the work."""
     _, shape, _, _, device, _ = offer.view
     if device is None or 0 in shape:
         return None
     if suspension.now is not None:
         return _AfterResume(offer._replace(owner=None), stream, context)
-    # CU_STREAM_PER_THREAD names the calling thread's own stream, but the work may be on another thread's: unknown.
+    # CU_STREAM_PER_THREAD names the calling thread's stream. Another thread may have queued the work: treat as None.
     stream = None if stream == PER_THREAD else stream
     mine = None if offer.stream == PER_THREAD else offer.stream
     try:
@@ -211,7 +212,7 @@ def _running_work(
         with mark:
             if not mark.passed():
                 # A caching allocator reuses memory on the stream of its allocation, mostly the legacy default stream,
-                # even if another stream was current at the hand-over. So both streams wait.
+                # even if another stream was current at the hand-over. So both of these streams wait.
                 for then in dict.fromkeys((mine or LEGACY, LEGACY)):
                     if stream is None or (stream or LEGACY) != then:
                         streams.capturing(device, then)  # raises Captured if a wait would break a capture
@@ -255,8 +256,8 @@ class _DeferredMark:
 
 
 class _AfterResume:
-    """Calls `_running_work` after the suspended process has resumed. `offer` is a copy without the owner, so that it
-    keeps no memory alive."""
+    """Calls `_running_work` after the suspended process has resumed. `offer` is a copy without the owner, so that this
+    object keeps no memory alive."""
 
     def __init__(self, offer: Offer, stream: int | None, context: int | None) -> None:
         self._arguments: tuple[Offer, int | None, int | None] | None = (offer, stream, context)
@@ -276,8 +277,8 @@ class _AfterResume:
 
 
 def _passed(mark: Mark | _DeferredMark | _AfterResume) -> bool:
-    """True if the work before the mark is done; then closes the mark. A CUDA error counts as done, because the context
-    and its memory no longer exist."""
+    """Return True and close `mark` if the GPU work before `mark` is done. A CUDA error counts as done, because the
+    context and its memory no longer exist."""
     try:
         if not mark.passed():
             return False
@@ -299,7 +300,7 @@ class _Sweeper:
         if self._running or not any(parked.thread is None for parked in list(_parked)):
             return
         self._running = True
-        try:  # `threading.Thread.start` takes locks that the interrupted code may hold
+        try:  # `threading.Thread.start` would take locks that code interrupted by this call may hold
             _thread.start_new_thread(self._begin, ())
         except RuntimeError:  # the interpreter is shutting down
             self._running = False

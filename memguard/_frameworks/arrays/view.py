@@ -112,7 +112,7 @@ class View(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """True if the array has no gaps in some order of its dimensions: a transposed compact array is dense."""
+        """True if the array has no gaps in some order of its dimensions, such as a transposed compact array."""
         if not self.size:
             return True
         step = 1
@@ -133,7 +133,7 @@ class View(NamedTuple):
         return 0 in self.strides and any(not stride for stride, _ in _relevant(self.shape, self.strides))
 
     def forwards(self) -> tuple[View, tuple[int, ...]]:
-        """A view of the same elements with all strides positive, and the axes that this reverses."""
+        """Reverse each axis that has a negative stride. Returns a view of the same elements, and the reversed axes."""
         axes = tuple(axis for axis, stride in enumerate(self.strides) if stride < 0)
         if not axes:
             return self, ()

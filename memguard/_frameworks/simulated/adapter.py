@@ -132,7 +132,7 @@ class Stats:
 
 
 class _BlankModule(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An import finder and loader that creates an empty module of one name."""
+    """An import finder and loader that creates an empty module for one given name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -186,7 +186,7 @@ class SimulatedFramework(Framework):
         self._blocks: dict[int, tuple[Device, int]] = {}
         self._ids = count(1)
         self._recording: list[TraceEvent] | None = None
-        self._recorded: set[int] = set()  # arrays allocated during the recording: other arrays' frees are not recorded
+        self._recorded: set[int] = set()  # ids of arrays allocated during the recording; only their frees are recorded
         self._lock, self._importing = host.lock, threading.RLock()
         self._allocating = 0  # the id of the thread with an allocation in progress; 0 if none
 
@@ -202,7 +202,8 @@ class SimulatedFramework(Framework):
         return bool(self._pools)
 
     def start_importing(self) -> None:
-        """Import the module `hook`, which runs the import hooks. A hook may raise. Other threads wait."""
+        """Import the module `hook`, which runs the import hooks. A hook may raise. Other threads wait until the import
+        has ended."""
         with self._importing:
             if not self.imported:
                 self._import()

@@ -3,7 +3,7 @@
 The models follow the sources of PyTorch's CUDACachingAllocator, the BFCAllocator of TensorFlow and XLA, and PyCUDA's
 memory pool, and were checked against figures measured on an H200. `driver_allocators.py` has the models of CuPy and
 Numba. The models count bytes and use no memory. They omit streams, garbage-collection thresholds, expandable segments,
-private pools, and the 10 s of retries of TensorFlow and JAX. They are not thread-safe: callers hold a lock.
+private pools, and the 10 s of retries of TensorFlow and JAX. They are not thread-safe, so callers hold a lock.
 
 `Start` has the parameters with which a framework creates its allocator on a GPU. The functions `*_footprint` compute
 the driver bytes of one request.
@@ -47,7 +47,7 @@ class Allocator(ABC):
         self._driver: SimulatedOutOfMemory | None = None
 
     def allocate(self, nbytes: int, *, exact: bool = False) -> int:
-        """Allocate; returns the block's id. Raises AllocationRefused if the cap or the driver forbids it.
+        """Allocate; returns the block's id. Raises AllocationRefused if the cap or the driver forbids the request.
 
         `exact`: `nbytes` was recorded from a real allocator and includes the slack of its block. So this allocator
         splits larger blocks at exactly this size.
@@ -74,10 +74,10 @@ class Allocator(ABC):
 
     @abstractmethod
     def trim(self) -> int:
-        """Release cached memory to the driver; returns the bytes."""
+        """Release cached memory to the driver. Returns the released bytes."""
 
     def trim_partly(self, needed: int) -> None:
-        """Release about `needed` bytes if the allocator can release less than `trim` does; otherwise `trim`."""
+        """Release about `needed` bytes if the allocator can trim partially; otherwise call `trim`."""
         self.trim()
 
     @abstractmethod
@@ -86,10 +86,11 @@ class Allocator(ABC):
 
     @abstractmethod
     def _free(self, block: int) -> int:
-        """Free the block; returns the bytes to subtract from `in_use`. KeyError if it is not live."""
+        """Free the block; returns the bytes to subtract from `in_use`. Raises KeyError if the block is not live."""
 
     def _grow(self, nbytes: int) -> bool:
-        """Take bytes from the driver and count them as held. False if they exceed the cap or the driver refuses."""
+        """Take `nbytes` from the driver and add them to `held`. False if `held` would exceed the cap or the driver
+        refuses."""
         if not self._below_cap(nbytes) or not self._draw(nbytes):
             return False
         self._count(nbytes)
@@ -176,8 +177,9 @@ class TorchCachingAllocator(Allocator):
 class BFCAllocator(Allocator):
     """The BFC allocator of TensorFlow and of XLA. `cap` is its memory limit, set once and never changed.
 
-    Nothing can trim it. TensorFlow's allocator releases wholly free regions by itself, only before it refuses a request
-    (`collects`: TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default). XLA's allocator never releases a region.
+    This allocator cannot be trimmed. TensorFlow's allocator releases wholly free regions by itself, only before it
+    refuses a request (`collects`: TF_ENABLE_GPU_GARBAGE_COLLECTION, on by default). XLA's allocator never releases a
+    region.
     """
 
     ALIGN, FIRST_REGION, MOST_SLACK = 256, 2 * MIB, 128 * MIB
@@ -345,7 +347,7 @@ class PyCUDAPool(Allocator):
         self._shrink(self._driver_bytes(size))
 
     def _driver_bytes(self, size: int) -> int:
-        """The bytes that one more block takes from the driver."""
+        """The bytes that the pool would take from the driver for one more block of `size` bytes."""
         if size > self.SLAB_UP_TO:
             return round_up(size)
         return round_up(self._slabs + size) - round_up(self._slabs)

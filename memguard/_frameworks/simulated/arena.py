@@ -15,14 +15,16 @@ class Chunk:
 
 
 class Arena:
-    """Regions divided into chunks: best fit (lowest address first among equals), split, coalesce within a region."""
+    """Allocates chunks of regions by best fit, at the lowest address first among equal sizes. Splits chunks, and merges
+    free neighbours within a region."""
 
     def __init__(self) -> None:
         self._free: list[tuple[int, int, Chunk]] = []
         self._address = 0
 
     def add(self, size: int) -> Chunk:
-        """Add a region; returns its free chunk. After any split or merge this object stays the region's first chunk."""
+        """Add a region; returns its free chunk. After any split or merge the returned object is the region's first
+        chunk."""
         chunk = Chunk(self._address, size)
         self._insert(chunk)
         self._address += size + 1  # the gap prevents merging across regions

@@ -1,4 +1,4 @@
-"""Models of CuPy's pool and of Numba's memory manager, which make single driver allocations, and of the driver's pages.
+"""Models of CuPy's pool and Numba's memory manager, and of the driver pages that their driver allocations occupy.
 
 The models follow the sources of CuPy's MemoryPool and Numba's memory manager, and were checked against figures measured
 on an H200. They omit streams, memory hooks, `gc.collect()`, pending modules and events, and `defer_cleanup`.
@@ -16,11 +16,12 @@ from memguard._frameworks.simulated.allocators import Allocator, serving
 from memguard._frameworks.simulated.arena import Arena, Chunk
 
 UNIT = 512
-"""Bytes. CuPy rounds requests up to a multiple of this size; the driver does so with allocations in a slab."""
+"""Bytes. CuPy rounds requests up to a multiple of this size; the driver also rounds allocations in a slab to it."""
 
 
 class Piece(NamedTuple):
-    """One driver allocation of `size` bytes. `part` is its chunk of a shared 2 MiB slab; None for separate pages."""
+    """One driver allocation of `size` bytes. `part` is the allocation's chunk of a shared 2 MiB slab; None if the
+    allocation has pages of its own."""
 
     size: int
     part: Chunk | None
@@ -31,7 +32,7 @@ class SimulatedPages:
     them.
 
     Measured: the driver rounds each allocation above 1 MiB up to 2 MiB, and places a smaller allocation within one slab
-    of 2 MiB. Assumed: best fit within the slabs; the driver frees a slab with its last allocation.
+    of 2 MiB. Assumed: best fit within the slabs; the driver frees a slab when the last allocation in it is freed.
     """
 
     def __init__(self, take: Callable[[int], bool], give: Callable[[int], None]) -> None:
@@ -91,7 +92,7 @@ class CuPyPool(Allocator):
         super().__init__(take, give, cap)
         self._pages = SimulatedPages(self._draw, self._give)
         self._arena = Arena()
-        self._pieces: dict[int, Piece] = {}  # by the start address of the region
+        self._pieces: dict[int, Piece] = {}  # driver allocations, by start address of their arena region
         self._blocks: dict[int, Chunk] = {}
 
     @property
@@ -142,8 +143,9 @@ class NumbaMemory(Allocator):
     """Numba's memory manager. Without a cap it has no pool: each array is one driver allocation.
 
     Numba defers frees until more than ten of them, or more than a fifth of `total` (the device's bytes), are pending.
-    Under a cap, memguard then keeps the freed memory in a pool, and reuses it for requests that the driver rounds up to
-    the same size. `managed`: whether Numba's memory manager was created under a cap; it cannot change afterwards.
+    Under a cap, memguard puts memory whose deferred free is due into a pool, and reuses it for requests that the driver
+    rounds up to the same size. `managed` is True if Numba's memory manager was created under a cap, and never changes
+    afterwards.
     """
 
     MOST_PENDING, PENDING_SHARE = 10, 5
@@ -173,7 +175,8 @@ class NumbaMemory(Allocator):
         return before - self.held
 
     def trim_partly(self, needed: int) -> None:
-        """Run the pending frees, then free the fewest pooled blocks that return `needed` bytes; those in slabs last."""
+        """Run the pending frees, then free the fewest pooled blocks that return `needed` bytes, blocks in slabs
+        last."""
         before = self.held
         self._flush()
         while self._pooled and (short := needed - before + self.held) > 0:
@@ -210,7 +213,8 @@ class NumbaMemory(Allocator):
         return nbytes
 
     def _from_pool(self, nbytes: int) -> Piece | None:
-        """A pooled block; None if there is none, or if `held` exceeds the cap: `_allocate` then frees pooled blocks."""
+        """A pooled block; None if there is none, or if `held` exceeds the cap, so that `_allocate` frees pooled
+        blocks."""
         kept = self._pooled.get(whole(nbytes))
         if not kept or self.cap is None or self.held > self.cap:
             return None

@@ -1,4 +1,4 @@
-"""Another process's memory, mapped in this process, as a producer. `memguard.exchange.attach` creates it."""
+"""Array adapter for another process's memory that `memguard.exchange.attach` has mapped in this process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Attached:
 
 class OtherProcess(ProducerOnly):
     """Adapter for mapped memory. The exporting process has waited for its own work on the memory. The offer names no
-    stream, so memguard unmaps the memory only after the consumer's work on it is done."""
+    stream, so memguard unmaps the memory only after the consumer's work on the memory is done."""
 
     traits: ClassVar[Traits] = Traits(NAME, frozenset(), title="memory of another process")
 

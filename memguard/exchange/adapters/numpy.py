@@ -15,7 +15,7 @@ _ALIGNED = 64
 
 
 class NumPyArrays(Arrays):
-    """`numpy.ndarray`."""
+    """Array adapter of `numpy.ndarray`."""
 
     traits: ClassVar[Traits] = Traits(
         "numpy", NUMPY_DTYPES, Layout.FORWARD, writes=False, on_gpu=False, on_host=True, title="NumPy"

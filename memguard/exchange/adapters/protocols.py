@@ -1,4 +1,4 @@
-"""Exports arrays of other libraries by protocol, such as the buffers of RMM and cuda.core, and imports none."""
+"""Adapters that only export arrays, for libraries with an array protocol, such as RMM and cuda.core."""
 
 from __future__ import annotations
 

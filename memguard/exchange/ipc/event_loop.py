@@ -1,6 +1,6 @@
 """A daemon thread that serves sockets, and ends when there are none.
 
-It replaces asyncio's event loop for these reasons:
+memguard does not use asyncio's event loop, for these reasons:
 
 - A destructor may call `call_soon`, on any thread and inside any code. So `call_soon` takes no lock.
 - A forked child must not change its parent's sockets. asyncio uses epoll, whose set of sockets a child shares with its
@@ -28,7 +28,8 @@ LINGER = 0.2
 
 
 class EventLoop:
-    """`lock` is the owner's re-entrant lock. `busy` returns True while the thread must not end.
+    """Runs callbacks of sockets on a daemon thread. `lock` is the re-entrant lock of the loop's owner. `busy` returns
+    True while the thread must not end.
 
     The thread calls `check_deadlines` in each round. `check_deadlines` returns the seconds until the next call is due,
     or None.
@@ -68,7 +69,7 @@ class EventLoop:
             raise
 
     def call_soon(self, call: Callable[[], None]) -> None:
-        """Queue `call` for the thread. Takes no lock: any thread and any destructor may use it."""
+        """Queue `call` for the thread. Takes no lock, so any thread and any destructor may call it."""
         self._calls.append(call)
         pair = self._wakeup
         if pair is not None:

@@ -2,8 +2,8 @@
 
 Each open connection counts as a reference to an export. The kernel closes the connections of a process that ends in any
 way, so no reference outlives its process. The thread never blocks on a peer: each peer has a few seconds to send its
-request, and gets one answer. The connections to one export, and to all exports together, are limited, because each uses
-a file descriptor of this process.
+request, and gets one answer. The connections to one export, and to all exports together, are limited, because each
+connection uses a file descriptor of this process.
 
 A forked child inherits no export: it closes its copies of the sockets, serves nothing and releases nothing.
 """
@@ -32,7 +32,8 @@ from memguard.exchange.ipc.wire import Description
 REQUEST_TIMEOUT = 5.0
 """Seconds that a peer has to send its request."""
 MOST_WAITING = 32
-"""The most connected peers that have sent no request yet. A further peer drops the one that has waited longest."""
+"""The most connected peers that have sent no request yet. When a further peer connects, the server drops the peer that
+has waited longest."""
 MOST_PEERS = 128
 """The most connections to one export at once."""
 _LONGEST = 107
@@ -65,8 +66,8 @@ def _nothing() -> None:
 
 
 def process_connection_limit() -> int:
-    """The most connections to all exports together: a quarter of the file descriptors, so that the program keeps the
-    rest."""
+    """The most connections to all exports together: a quarter of the process's file descriptor limit
+    (RLIMIT_NOFILE)."""
     import resource  # absent on Windows, where exports are impossible
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -367,7 +368,7 @@ _inherited: list[Server] = []
 
 
 def current() -> Server:
-    """This process's server."""
+    """Return this process's server. A forked child has a new one."""
     return _server
 
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 ANSWER_TIMEOUT = 10.0
 """Seconds that an exporter has to answer."""
 _SPARE = 256
-"""Bytes. A smaller gap after an array cannot contain another array: the smallest chunks of all frameworks
+"""Bytes. A smaller gap after an array cannot contain another array, because the smallest chunks of all frameworks
 (TensorFlow's) have this size."""
 _TEXT = re.compile(
     rf"memguard-export:1:(?P<token>{wire.TOKEN}):(?P<uuid>{wire.UUID}):(?P<dtype>[a-z0-9_]{{1,30}}):"
@@ -118,9 +118,9 @@ class Handle:
 def export(x: Any, *, copy: bool = True) -> Handle:
     """Offer the GPU array `x`, of any framework, to other processes of this user until the handle is closed.
 
-    `copy=True` copies it on the GPU into a new allocation (a multiple of 2 MiB), which all attached processes share.
-    `copy=False` shares the array's own memory, which requires that the driver's block contains no other array. The host
-    waits for work on the array. Raises CannotShare; ValueError and DeviceError as `to` does.
+    `copy=True` copies the array on the GPU into a new allocation (a multiple of 2 MiB), which all attached processes
+    share. `copy=False` shares the array's own memory, which requires that the driver's block contains no other array.
+    The host waits for work on the array. Raises CannotShare; ValueError and DeviceError as `to` does.
     """
     suspension.check("memguard.exchange.export")
     producer = registry.of(x)
@@ -153,12 +153,13 @@ def export(x: Any, *, copy: bool = True) -> Handle:
 
 
 def attach(handle: Handle | str, framework: ArraysName, *, copy: bool | None = None, stream: Any = None) -> Any:
-    """An array of `framework` in the memory that another process exported. A write by one attached process is visible
-    to all.
+    """Return an array of `framework` in the memory that another process exported. A write by one attached process is
+    visible to all attached processes.
 
     `handle` may be its text. `copy` and `stream` are as in `to`; `copy=True` makes a copy in this process's own memory.
-    The memory stays mapped as long as any view of it lives, also after the exporter closes it or ends. Initialises CUDA
-    if needed. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is invalid.
+    The memory stays mapped as long as any view of it lives, even after the exporter has closed the handle or ended.
+    Initialises CUDA if needed. Raises CannotShare; DeviceError if there is no driver; ValueError if `handle` is
+    invalid.
     """
     suspension.check("memguard.exchange.attach")
     arguments.check(copy, None, registry.by_name(framework))
@@ -190,13 +191,14 @@ def attach(handle: Handle | str, framework: ArraysName, *, copy: bool | None = N
 
 
 class _Attachment:
-    """Mapped memory, which counts as this process's once the exporter has released it. Used on the server's thread."""
+    """An exporter's memory, mapped here. After the exporter has released the memory, its bytes count as this process's.
+    Used on the server's thread."""
 
     def __init__(self, mapping: Mapping | None, ordinal: int, size: int) -> None:
         self._mapping, self._ordinal, self._size, self._charged = mapping, ordinal, size, 0
 
     def exporter_gone(self) -> None:
-        """Count the memory as this process's, as the driver does once the exporter has released it or ended
+        """Count the memory as this process's, as the driver does after the exporter has released the memory or ended
         (measured)."""
         self._charged = self._size
         charge(self._ordinal, self._charged)

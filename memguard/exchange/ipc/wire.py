@@ -1,4 +1,4 @@
-"""The socket messages between two processes: a length followed by short JSON. Each is validated before use.
+"""The socket messages between two processes: a length followed by short JSON. Each message is validated before use.
 
 The attaching process sends `{"memguard": 1, "token": …}`. The exporter answers with the description of the array and
 the file descriptor of its memory. The connection then stays open without messages: it counts as a reference to the
