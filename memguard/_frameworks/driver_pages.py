@@ -3,8 +3,8 @@
 Measured on an H200: the driver rounds an allocation above 1 MiB up to a multiple of 2 MiB, and packs smaller ones into
 slabs of 2 MiB. 200 arrays of 1.1 MiB took 398 MiB while CuPy's pool counted 220. Slabs lie at multiples of 2 MiB. In
 this module, a piece is an allocation in a slab. A slab's first piece starts at the slab's address, each piece at a
-multiple of 512 bytes, and no piece spans two slabs: 60 pieces of 0.7 MiB take 60 MiB. All frameworks of a context share
-its slabs. The driver frees a slab when the last piece in the slab is freed.
+multiple of 512 bytes, and no piece spans two slabs: 60 pieces of 0.7 MiB take 60 MiB. All frameworks that
+allocate in a CUDA context share the context's slabs. The driver frees a slab when the last piece in the slab is freed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TINY = MIB // 8
 """For pieces of up to this many bytes, the unused end of a slab is negligible."""
 UNIT = 512
 PIECE = 32 * MIB
-"""Bytes by which the driver's memory pools (`cudaMallocAsync`) grow."""
+"""Bytes by which the driver's memory pools (`cudaMallocAsync`) grow. Unrelated to the pieces of a slab."""
 
 
 def whole(size: int) -> int:
@@ -34,7 +34,8 @@ def whole(size: int) -> int:
 
 
 def whole_share(size: int, unit: int = UNIT) -> int:
-    """`size` rounded up so that the driver wastes no bytes: to whole pages, or to an equal share of a slab."""
+    """`size` rounded up to whole pages or to an equal share of a slab, so that the driver wastes no bytes. A size up to
+    `TINY` is returned unchanged."""
     if size <= TINY:
         return size
     if size > SMALL:
@@ -65,7 +66,8 @@ class Slabs:
 
     def __init__(self) -> None:
         self.gaps = 0
-        # A signal handler or finalizer may run at any function call: update related figures with no call in between.
+        # A signal handler or finalizer may run at any function call, so the methods update related figures with no call
+        # in between.
         self._lock = threading.RLock()
         self._slabs: dict[int, _Slab] = {}
 
@@ -190,7 +192,8 @@ class DriverPages:
         try:
             while self.changes:
                 change, address, size = self.changes[0]
-                change(address, size)  # updates all sums right before it removes its entry, with no call in between
+                # `change` removes its own entry right after it has updated all sums, with no call in between.
+                change(address, size)
         finally:
             self._changing = False
 
@@ -253,7 +256,7 @@ class DriverPages:
             if size > SMALL:
                 found += round_up(size)
             elif slab is None:
-                continue  # a signal handler freed it meanwhile
+                continue  # a signal handler has freed this allocation meanwhile
             elif slab.whole:
                 small[address // GRANULE] = small.get(address // GRANULE, 0) + 1
             else:
@@ -283,7 +286,7 @@ class DriverPages:
         return found
 
     def _change(self, slab: _OwnPieces, address: int, pieces: int, size: int, queued: int = 0) -> None:
-        """Update the slab and all sums, so that a reading need not add them up. Removes the first entry of
+        """Replace the slab's figures, and update the running sums that `held` returns. Removes the first entry of
         `changes`."""
         number, slabs, changes = address // GRANULE, self._slabs, self.changes
         after = _OwnPieces(slab.whole, slab.pieces + pieces, slab.bytes + _units(size))

@@ -15,9 +15,10 @@ from memguard._frameworks.shared_pool import SharedPool
 from memguard.errors import CapNotApplied
 
 UNIT = 512
-"""The driver rounds the pool's allocations up to this many bytes."""
+"""The driver rounds the size of each allocation from the pool up to a multiple of this many bytes."""
 MOST_TIMES = 3
-"""Retries of a request that the pool refused, because another thread may allocate released memory first."""
+"""Maximum number of retries of a request that the pool refused. More than one, because another thread may allocate the
+released memory first."""
 
 
 class _Pooled(Framework):
@@ -77,8 +78,8 @@ class PooledWatched(_Pooled):
         return []  # the framework has no cap that could break
 
     def _watched(self, applied: Applied, note: str, undo: Undo) -> Applied:
-        """Report the enforcement as WATCHED (measured, not limited), and register the framework's count of in-use bytes
-        with the pool."""
+        """Register the framework's count of in-use bytes with the pool. Returns `applied` with `note` added and the
+        enforcement WATCHED (measured, not limited)."""
         devices = {device.uuid: device for device in self.host.devices()}
 
         def counted(uuid: str) -> int:

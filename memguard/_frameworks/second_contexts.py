@@ -19,7 +19,8 @@ def find(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:
     """Map the handle of each non-primary context of the GPU to the context's creator. `pools`: contexts of PyCUDA's
     pools.
 
-    Never raises. Empty if the GPU has no primary context, because its first context of any kind counts as primary.
+    Never raises. Empty if the GPU has no primary context, because memguard then counts the GPU's first context as the
+    primary one.
     """
     try:
         return _find(ordinal, pools)

@@ -184,8 +184,8 @@ class SharedPool(Allocator):
         return True
 
     def cache(self, device: Device, counted: int, remainder: bool) -> Usage | None:
-        """The ledger's row for the pool's cache: the pool's memory beyond the bytes that frameworks count (`counted`).
-        None if there is no pool.
+        """Usage of the ledger's row for the pool's cache, which is the pool's memory beyond the bytes that frameworks
+        count (`counted`). None if there is no pool.
 
         With `remainder`, a framework reports all uncounted in-use bytes as its own. Otherwise these bytes belong to
         other code that uses the current pool, and this row counts them as in use. Restores the release threshold if

@@ -21,7 +21,7 @@ from memguard._base.framework_spec import FrameworkName, FrameworkSpec
 _HOME = "memguard._frameworks"
 
 
-@functools.cache  # retries, suspensions and the leak check of each test repeat the look-up
+@functools.cache  # because retries, suspensions and the leak check of each test call this again
 def files(module: str) -> Mapping[str, str]:
     """The path of `{module}.py` by framework folder, for each folder that contains the file. Imports no framework."""
     found: dict[str, str] = {}
@@ -34,7 +34,7 @@ def files(module: str) -> Mapping[str, str]:
 
 
 def modules(name: str) -> Iterator[Any]:
-    """Import the module `name` of each framework's folder that contains it: first those of `SPECS`, in table order.
+    """Import and yield the module `name` of each folder that contains one. The frameworks of `SPECS` come first.
 
     These modules import no framework.
     """

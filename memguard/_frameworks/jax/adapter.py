@@ -7,7 +7,7 @@ are set, the GPU backend does not load, and JAX silently uses the CPU. The alloc
 no limit; `vmm` has a limit but reports no memory statistics (see `jax/spec.py`). JAX raises an out-of-memory error only
 10 s after the request.
 
-Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
+The cap does not cover context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class JAX(Framework):
         self._last_drift: list[Drift] = []  # the drift at the last check
         self._final_backend: weakref.ref[Any] | None = None  # the started backend for which `_last_drift` is final
         self._user_options: Any = None
-        self._positions: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, local_devices() index
+        # Maps a GPU's UUID to a weak reference to the backend and the GPU's index in the backend's `local_devices()`.
+        self._positions: dict[str, tuple[Callable[[], object], int]] = {}
 
     def why_absent(self) -> str | None:
         """Why JAX cannot use a GPU: it is not installed, has no CUDA plugin, or JAX_PLATFORMS excludes the GPU. None if
@@ -133,7 +134,7 @@ class JAX(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         """Usage from the live backend's `memory_stats()` (1.4 µs); `pool_bytes` is the held memory."""
-        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # inlines `live_client`
+        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # inlines `live_client` for speed
         client = backends.get("cuda") if isinstance(backends, dict) else None
         if client is None:
             return None
@@ -153,7 +154,8 @@ class JAX(Framework):
         return usage_of((stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"]))
 
     def _device_by_uuid(self, client: Any, wanted: str) -> tuple[Any, bool]:
-        """The client's device with this UUID or None, and whether a searched device has an unknown UUID."""
+        """Returns the client's device with this UUID, or None. The second value is True if the search found no such
+        device, but met a device of unknown UUID."""
         known, unknown = self._numbering(), False
         for position, local in enumerate(client.local_devices()):
             uuid = known.get(_ordinal(local), "")
@@ -299,7 +301,7 @@ class JAX(Framework):
         return fraction
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        """True if the user requested preallocation: JAX then allocates its whole cap when its backend starts."""
+        """True if the user requested preallocation, so that JAX allocates its whole cap when its backend starts."""
         asked = own.get("preallocate", os.environ.get(_PREALLOCATE) or None)
         if asked is None or str(asked) in ("false", "False", "0"):
             return False

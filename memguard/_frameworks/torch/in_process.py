@@ -48,7 +48,7 @@ def _captures(modules: Modules, _: Objects) -> Iterator[str]:
     torch = modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
-    usual = torch.cuda.graph.default_capture_stream  # of all threads, as torch allows only one capture at a time
+    usual = torch.cuda.graph.default_capture_stream  # all threads share it, as torch allows one capture at a time
     if torch.cuda.is_current_stream_capturing() or (
         usual is not None and streams.capturing(usual.device_index, usual.cuda_stream)
     ):
@@ -73,7 +73,7 @@ def _profilers(modules: Modules, objects: Objects) -> Iterator[str]:
 def _free_workspaces(modules: Modules) -> None:
     """Free PyTorch's cuBLAS workspaces, as PyTorch's own tests do before they search for leaks.
 
-    Does nothing if a CUDA graph has a private pool: the graph may still use a workspace from before its capture.
+    Does nothing if a CUDA graph has a private pool, because the graph may use a workspace from before its capture.
     """
     torch = modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

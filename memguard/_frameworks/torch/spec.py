@@ -21,7 +21,7 @@ SPEC = FrameworkSpec(
     # 344 with cuSOLVER. cuFFT adds 24 MiB, as in CuPy.
     modules=368 * MIB,
     workspace=384 * MIB,
-    # Two cuBLAS workspaces: a backward pass runs on its own thread, with its own cuBLAS handle.
+    # cuBLAS has two entries, because a backward pass runs on its own thread, with its own cuBLAS handle and workspace.
     first_uses=(
         ("cublas", 66 * MIB),
         ("cublas", 64 * MIB),
@@ -85,10 +85,10 @@ SPEC = FrameworkSpec(
         ("pooled", r"with ([\d.]+ \w+) allocated in private pools"),
         ("cached", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
         ("free", r"total capacity of [\d.]+ \w+ of which ([\d.]+ \w+) is free"),
-        # The text of cudaMallocAsync's errors.
+        # Patterns for the error text of the backend cudaMallocAsync.
         ("in_use", r"Currently allocated\s*: ([\d.]+ \w+)"),
         ("free", r"Free \(according to CUDA\)\s*: ([\d.]+ \w+)"),
-        # The text of the errors of torch up to 2.0.
+        # Patterns for the error text of torch up to version 2.0.
         ("in_use", r"([\d.]+ \w+) already allocated"),
         ("held", r"([\d.]+ \w+) reserved in total by PyTorch"),
         ("free", r"already allocated; ([\d.]+ \w+) free"),
