@@ -117,7 +117,7 @@ class Framework(Allocator):
     def __init__(self, host: Host) -> None:
         self.host = host
         self.notes: list[str] = []
-        """Sentences that the adapter adds after `apply` has returned. The guard shows them with its own notes."""
+        """Notes for the user that `_add_note` and `_warn` add. The guard's report includes these notes."""
         self.on_warning: Callable[[str], None] | None = None
         """`_warn` calls this with the warning's sentence, on the thread that caused the warning."""
         self.on_change: Callable[[], None] | None = None
@@ -268,8 +268,8 @@ class Framework(Allocator):
         return any(name.startswith("nccl ") for name in self.libraries())
 
     def contexts(self, device: Device) -> frozenset[int]:
-        """Handles of the CUDA contexts in which the framework allocates on the device, if they may differ from the
-        primary context."""
+        """Handles of the CUDA contexts in which the framework allocates on the device; empty if the framework uses only
+        the primary context."""
         return frozenset()
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
@@ -303,8 +303,8 @@ class Framework(Allocator):
         return {}
 
     def forked(self) -> None:
-        """Called in a forked child: stop enforcing the caps. It must not acquire a lock that a thread of the parent may
-        have held, nor call CUDA."""
+        """Stop enforcing the caps. Called in a forked child. Implementations must not acquire a lock that a thread of
+        the parent may have held, nor call CUDA."""
 
     def _loaded(self) -> ModuleType | None:
         """The hook module, or None if it is not imported. Waits while another thread is importing the module."""

@@ -28,8 +28,8 @@ PIECE = 32 * MIB
 
 
 def whole(size: int) -> int:
-    """The driver bytes that an allocation of `size` bytes occupies: whole pages above 1 MiB, else multiples of `UNIT`
-    in a slab."""
+    """The driver bytes that an allocation of `size` bytes occupies. Above 1 MiB these are whole pages of 2 MiB, else a
+    multiple of `UNIT` in a slab."""
     return -(-size // GRANULE) * GRANULE if size > SMALL else -(-size // UNIT) * UNIT
 
 
@@ -112,7 +112,7 @@ slabs: defaultdict[str, Slabs] = defaultdict(Slabs)
 
 @dataclass
 class _OwnPieces:
-    """One framework's pieces in one slab: their number and bytes. With `whole`, the framework counts the whole slab."""
+    """Number and bytes of one framework's pieces in one slab. With `whole`, the framework counts the whole slab."""
 
     whole: bool
     pieces: int = 0
@@ -269,8 +269,8 @@ class DriverPages:
     def groups(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
         """Group allocations by the page range or slab that they occupy. Returns each group's bytes and addresses.
 
-        Omits the pieces of a slab that other code opened or that has pieces outside `blocks`: freeing them returns no
-        memory to the driver.
+        Omits the pieces of a slab that other code opened or that has pieces outside `blocks`, because freeing the
+        omitted pieces returns no memory to the driver.
         """
         found: list[tuple[int, list[int]]] = []
         small: dict[int, list[int]] = {}

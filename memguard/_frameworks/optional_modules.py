@@ -32,9 +32,9 @@ Touches = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 class GatedFunction(NamedTuple):
     """A gated function: `module:name`, or `module:Class.name`. The last part may be a pattern, such as `cu*`.
 
-    `why` names the driver function that it calls. `optional`: some versions or builds of the framework lack the
-    function. With `touches`, only calls that need a GPU wait, and the gate lets all others pass. `but` are names that
-    the pattern excludes, because their driver calls also return while the process is suspended.
+    `why` names the driver function that the gated function calls. `optional`: some versions or builds of the framework
+    lack the function. With `touches`, only calls that need a GPU wait, and the gate lets all others pass. `but` are
+    names that the pattern excludes, because their driver calls also return while the process is suspended.
     """
 
     name: str
@@ -59,9 +59,9 @@ class NativeThread(NamedTuple):
 
     `library`: prefix of the name of the library file that stores the addresses of driver functions. `polls`: the driver
     function that the thread calls. During a suspension memguard makes this call return CUDA_SUCCESS, which must be the
-    correct result for a process without GPU work, and must not end a wait. `every`: seconds between two calls.
-    `thread`: a string that the library file contains if this version starts the thread. `live`: returns True once the
-    framework uses GPUs.
+    correct result for a process without GPU work, and must not make a waiting thread continue. `every`: seconds between
+    two calls. `thread`: a string that the library file contains if this version starts the thread. `live`: returns True
+    once the framework uses GPUs.
     """
 
     library: str

@@ -67,7 +67,8 @@ class PooledWatched(_Pooled):
     """Base class for frameworks that allocate from the device's default pool, where memguard cannot limit them."""
 
     def usage(self, device: Device) -> Usage | None:
-        """The in-use bytes that the framework reports, as both held and in use: the cache belongs to the pool."""
+        """The in-use bytes that the framework reports, as both held and in use, because the cache belongs to the
+        pool."""
         found = super().usage(device)  # type: ignore[safe-super] # the next class of the MRO is an adapter
         if found is None:
             return None

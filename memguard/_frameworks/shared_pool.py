@@ -150,8 +150,8 @@ class SharedPool(Allocator):
         return 0 if found is None else remainder(found[1], self._counted(uuid))
 
     def usage(self, device: Device) -> Usage | None:
-        """Usage of the whole pool; None before the pool exists. `reclaimable` is None (unknown) while a block is live:
-        a trim releases only whole 32-MiB chunks without a live block, and the driver does not report their number."""
+        """Usage of the whole pool; None before the pool exists. `reclaimable` is None (unknown) while a block is live,
+        because a trim releases only 32-MiB chunks without a live block, whose number the driver does not report."""
         found = self.figures(device.uuid)
         if found is None:
             return None
@@ -176,8 +176,7 @@ class SharedPool(Allocator):
             self.trim(device)
 
     def reusable(self, usage: Usage) -> int:
-        """All idle memory of the pool: it can serve any framework's request, even if a trim would release none of
-        it."""
+        """All idle bytes of the pool, which can serve any framework's request even if a trim would release none."""
         return cached(usage)
 
     def fixed(self) -> bool:

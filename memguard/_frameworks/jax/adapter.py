@@ -61,8 +61,8 @@ class JAX(Framework):
         self._positions: dict[str, tuple[Callable[[], object], int]] = {}
 
     def why_absent(self) -> str | None:
-        """Why JAX cannot use a GPU: it is not installed, has no CUDA plugin, or JAX_PLATFORMS excludes the GPU. None if
-        it can. Imports nothing."""
+        """Why JAX cannot use a GPU (not installed, no CUDA plugin, or excluded by JAX_PLATFORMS); None if JAX can.
+        Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -188,7 +188,7 @@ class JAX(Framework):
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
             change = f"its {_OPTIONS} were changed after memguard.init"
             return [Drift(change, "the cap will not hold")] if lost else []
-        # Checked once for each backend, because its limit never changes after its start.
+        # Check each backend once, because the limit of a started backend never changes.
         if self._final_backend is None or self._final_backend() is not client:
             self._last_drift = [
                 Drift(
@@ -348,7 +348,7 @@ def live_client() -> Any:
 
 
 def _has_plugin() -> bool:
-    """True if a CUDA plugin of JAX is installed. Imports nothing: `jax_plugins` is a namespace package."""
+    """True if a CUDA plugin of JAX is installed. Imports no code, as `jax_plugins` is a namespace package."""
     try:
         spec = importlib.util.find_spec("jax_plugins")
     except (ImportError, ValueError):

@@ -487,7 +487,7 @@ def _has_logical_gpu(tf: Any, number: int) -> bool:
 
 
 def _context() -> Any:
-    """TensorFlow's eager context, or None if there is none: `context_safe` does not create it."""
+    """TensorFlow's eager context, or None if there is none. Never creates a context."""
     module = sys.modules.get(_EAGER)
     safe = getattr(module, "context_safe", None)
     return safe() if safe is not None else None

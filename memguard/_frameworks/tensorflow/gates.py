@@ -1,8 +1,7 @@
 """The functions of TensorFlow that wait while the process is suspended.
 
 Every eager operation and every `tf.function` calls a function `TFE_Py_*Execute*`; TensorFlow 1 graphs call
-`TF_SessionRun*`.
-Whether these functions release the GIL is unknown.
+`TF_SessionRun*`. Whether these functions release the GIL is unknown.
 """
 
 from __future__ import annotations

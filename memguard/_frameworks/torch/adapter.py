@@ -84,8 +84,8 @@ class Torch(resource.RmmClient):
         self._unseen: str | None = None
 
     def why_absent(self) -> str | None:
-        """Why torch cannot use a GPU: it is not installed, or its `version.py`, read as text, says that it is built
-        without CUDA. None if it can. Imports nothing."""
+        """Why torch cannot use a GPU (not installed, or built without CUDA according to the text of `version.py`); None
+        if torch can. Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -151,7 +151,7 @@ class Torch(resource.RmmClient):
             return Usage(reserved, used, returned_by_trim(reserved, used), peak=peak)
         if held is None or in_use is None:
             return Usage(held, in_use)
-        # The idle blocks of a partly used segment are cached but not reclaimable: PyTorch frees whole segments only.
+        # Idle blocks of a partly used segment are cached but not reclaimable, as PyTorch frees whole segments only.
         idle = held - (active or in_use) - (stuck or 0)
         return usage_of((held, in_use, max(0, idle), None, None, peak))
 

@@ -27,7 +27,8 @@ from memguard.errors import CapNotApplied
 
 
 def cure_installed() -> str | None:
-    """Return `cure` of the CUDA version of the installed PyTorch; None if PyTorch is built without CUDA."""
+    """Call `cure` with the CUDA version of the installed PyTorch, and return its result. None if PyTorch is built
+    without CUDA."""
     version = settings.cuda_version()
     return None if version is None else cure(version)
 

@@ -31,7 +31,7 @@ def _cuda(one: Any) -> bool:
 
 
 def freed_on_gpu(tensor: Any) -> bool:
-    """True if the tensor's memory is on a GPU or page-locked: freeing such memory may record a CUDA event."""
+    """True if the tensor's memory is on a GPU or page-locked, so that a free may record a CUDA event."""
     return bool(tensor.is_cuda or tensor.is_pinned())
 
 

@@ -11,7 +11,7 @@ _PROFILE = "torch.autograd.profiler"
 
 
 def _shares(modules: Modules, _: Objects) -> Iterator[str]:
-    """Count tensors shared with other processes, in PyTorch's cache of shared storages.
+    """Yield how many tensors are shared with other processes, according to PyTorch's cache of shared storages.
 
     The cache's key is (handle, offset) for another process's memory that this process has opened, the handle for memory
     that this process has exported, and a file name for host memory.
@@ -33,7 +33,7 @@ def _shares(modules: Modules, _: Objects) -> Iterator[str]:
 
 
 def _groups(modules: Modules, _: Objects) -> Iterator[str]:
-    """Count the NCCL process groups. Each group has a thread that polls CUDA events, even if the group is unused."""
+    """Yield how many NCCL process groups exist. Each group, even if unused, has a thread that polls CUDA events."""
     distributed = modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         return
