@@ -64,7 +64,8 @@ from memguard.errors import CapNotApplied
 
 
 class Allocator(ABC):
-    """Base class of everything that has one cap: a framework's allocator, or a pool that several frameworks share."""
+    """Base class of the framework adapters and of `SharedPool`, the pool that several frameworks share. Each has one
+    cap."""
 
     @property
     @abstractmethod
@@ -100,7 +101,7 @@ class Allocator(ABC):
 
 
 class Framework(Allocator):
-    """Base class of the adapters: one framework in this process.
+    """Base class of the adapters. Each adapter represents one framework in this process.
 
     A cap limits the framework's own allocator on one GPU, unless the framework is `pooled`. The parameter `caps` of
     `apply` and `resize` maps each GPU's UUID to the framework's cap on that GPU, in bytes.
@@ -149,7 +150,7 @@ class Framework(Allocator):
         return self.spec.hook
 
     def state(self) -> State:
-        """Whether the framework is absent, importable, imported or live. Imports and initialises nothing."""
+        """Returns whether the framework is absent, importable, imported or live. Imports and initialises nothing."""
         loaded = self._loaded()
         if loaded is not None and self._live(loaded):
             return State.LIVE

@@ -58,10 +58,10 @@ class _Slab:
 class Slabs:
     """The slabs of one GPU that contain pieces of this process's frameworks. Thread-safe.
 
-    `gaps` is the number of slab bytes that no framework's ledger row counts: unusable ends of slabs, and holes that
-    freed pieces left. `gaps` is negative if ledger rows overlap: one framework counts a whole slab, and another counts
-    its own pieces in the same slab. `gaps` excludes slabs whose first piece was not recorded, because other code opened
-    them.
+    `gaps` is the number of slab bytes that no framework's ledger row counts, such as unusable ends of slabs and holes
+    that freed pieces left. `gaps` is negative if ledger rows overlap, because one framework counts a whole slab and
+    another counts its own pieces in the same slab. `gaps` excludes slabs whose first piece was not recorded, because
+    other code opened these slabs.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class DriverPages:
     def growth(self, size: int) -> int:
         """The least growth of `held` for one more allocation of `size` bytes.
 
-        The real growth may be larger: if a slab's free bytes are scattered holes, the piece opens a new slab.
+        The real growth may be larger, because the piece opens a new slab if a slab's free bytes are scattered holes.
         """
         if size > SMALL:
             return round_up(size)
@@ -309,7 +309,7 @@ def fewest_blocks(sizes: Sequence[int], needed: int) -> list[int] | None:
     """Indices of blocks that together have at least `needed` bytes, with no superfluous block; None if all together
     have fewer.
 
-    Minimises the number of blocks rather than the bytes, because each free costs time: selects the largest blocks, then
+    Minimises the number of blocks rather than the bytes, because each free costs time. Selects the largest blocks, then
     the smallest block that completes the sum. The excess over `needed` is less than the smallest selected block.
     """
     if sum(sizes) < needed:

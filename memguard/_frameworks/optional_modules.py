@@ -12,8 +12,8 @@ of the framework may store the state elsewhere, so a function may raise; the cal
 not be read.
 
 `probe.py` defines `probe(report)`, which the doctor runs in a process of its own (`_tools/doctor/probes/main.py`). The
-examined interpreter may lack memguard: `probe.py` imports only the standard library at run time, and uses the syntax of
-Python 3.8.
+examined interpreter may lack memguard, so `probe.py` imports only the standard library at run time, and uses the syntax
+of Python 3.8.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Gates(NamedTuple):
     """A framework's gated functions.
 
     `hook` is the module that is in `sys.modules` once the framework is imported. `waits` are the functions that wait
-    while the process is suspended. `later` are functions that finalizers call: the gate defers these calls until it
-    opens. `kept_alive` are types whose destructors call the driver: the gate keeps their objects, and the result of
-    `holds`, alive until it opens. `imports` are further modules whose import calls the driver. `not_gated` are
-    sentences about calls that no gate covers. `refuses(enter)` returns a context manager in which operators, which have
-    no Python function to gate, first call `enter` with a readable name, on the thread that entered the context only.
-    `natives` are C++ threads that call the driver without Python.
+    while the process is suspended. `later` are functions that finalizers call; their calls are deferred until the
+    resume. `kept_alive` are types whose destructors call the driver; their objects, and the result of `holds`, are kept
+    alive until the resume. `imports` are further modules whose import calls the driver. `not_gated` are sentences about
+    calls that no gate covers. `refuses(enter)` returns a context manager in which operators, which have no Python
+    function to gate, first call `enter` with a readable name, on the thread that entered the context only. `natives`
+    are C++ threads that call the driver without Python.
     """
 
     hook: str

@@ -237,7 +237,7 @@ class SharedPool(Allocator):
             self._pools.pop(uuid, None)
 
     def forked(self) -> None:
-        """Called in a forked child: forget the pools, because the child cannot use the parent's CUDA context."""
+        """Forget the pools in a forked child, because the child cannot use the parent's CUDA context."""
         self._lock, self._pools, self._over = threading.RLock(), {}, True
         self._blocks, self._of, self._limits = {}, {}, {}
 

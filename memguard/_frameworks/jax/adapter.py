@@ -39,7 +39,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPEC.allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
 permanent_caps: dict[str, int] = {}
-"""The caps with which JAX's backend started, by device UUID. They stay in effect until the process ends."""
+"""The caps with which JAX's backend started, by device UUID. These caps stay in effect until the process ends."""
 
 
 class JAX(Framework):

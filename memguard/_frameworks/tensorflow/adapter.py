@@ -31,8 +31,8 @@ from memguard._frameworks.tensorflow.spec import SPEC
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 permanent_caps: dict[str, tuple[int, int, bool]] = {}
-"""The cap, limit and growth with which TensorFlow started, by device UUID. They stay in effect until the process
-ends."""
+"""The cap, limit and growth with which TensorFlow started, by device UUID. These limits stay in effect until the
+process ends."""
 _EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATORS = SPEC.allocators
@@ -117,7 +117,7 @@ class TensorFlow(Framework):
     def usage(self, device: Device) -> Usage | None:
         """Usage from `get_memory_info` (2.3 µs), only if TensorFlow is live, because the call would initialise it.
 
-        With growth TensorFlow reports bytes in use, but not held bytes: held is then None, with a lower and an upper
+        With growth TensorFlow reports bytes in use, but not held bytes, so that held is None, with a lower and an upper
         bound. The lower bound is the peak in use; it is too high once the allocator has released idle regions, as it
         does before it refuses a request. Held and in-use bytes are both None for sessions of a TF1 program without the
         eager context, for an allocator without statistics, and if a GPU cannot be identified.

@@ -13,8 +13,8 @@ The cap does not cover the context, cuBLAS and cuDNN workspaces, NCCL, and alloc
 `caching_allocator_enable(False)`.
 
 memguard attaches an out-of-memory observer to the native allocator, to learn of refused requests. The observer runs on
-the requesting thread, after torch has released its locks (`c10/cuda/CUDACachingAllocator.cpp`). It cannot be detached,
-and attaching it initialises CUDA.
+the requesting thread, after torch has released its locks (`c10/cuda/CUDACachingAllocator.cpp`). Torch cannot detach
+an observer, and attaching an observer initialises CUDA.
 
 Before the observer runs, torch has released its releasable cache, so nothing is reclaimable. Idle memory of a private
 pool (a CUDA graph's, a `MemPool`'s) serves no other request. So torch's error text counts this idle memory as
