@@ -47,8 +47,8 @@ def whole_share(size: int, unit: int = UNIT) -> int:
 
 @dataclass
 class _Slab:
-    """One slab: the number of all frameworks' pieces in the slab, how many of its bytes the frameworks' ledger rows
-    count, and whether its first piece was recorded (`known`)."""
+    """Counts for one slab: the number of all frameworks' pieces in the slab, and how many bytes of the slab the
+    frameworks' ledger rows count. `known` is True if the slab's first piece was recorded."""
 
     pieces: int = 0
     counted: int = 0

@@ -1,4 +1,4 @@
-"""Types of the optional modules in a framework's folder. `specs.modules` finds them by file name.
+"""Types of the optional modules in a framework's folder. `specs.modules` finds these modules by name.
 
 `gates.py` defines `GATES`: functions that wait while the process is suspended. During a suspension, a call into CUDA
 without a gate crashes the process (SIGSEGV), fails, or waits in the driver until the resume (driver 580.159, H200). A
@@ -59,7 +59,7 @@ class NativeThread(NamedTuple):
 
     `library`: prefix of the name of the library file that stores the addresses of driver functions. `polls`: the driver
     function that the thread calls. During a suspension memguard makes this call return CUDA_SUCCESS, which must be the
-    correct result for a process without GPU work, and must not make a waiting thread continue. `every`: seconds between
+    correct result for a process without GPU work, and must not signal that GPU work is done. `every`: seconds between
     two calls. `thread`: a string that the library file contains if this version starts the thread. `live`: returns True
     once the framework uses GPUs.
     """

@@ -40,7 +40,7 @@ class Replacements:
             return (replacement if self.active else original)(*args, **kwargs)
 
         call = replacement if direct else pass_on
-        with contextlib.suppress(AttributeError, TypeError):  # a built-in function may lack some of these attributes
+        with contextlib.suppress(AttributeError, TypeError):  # a built-in function may lack attributes that this copies
             update_wrapper(call, original)
         # `undo` restores the entry of the owner's own `__dict__`, so a static method stays static. For an inherited
         # name, `undo` deletes the override.

@@ -33,7 +33,7 @@ def _find(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
     known, here, ours = contexts.primary_known(ordinal), contexts.current_handle(), pycuda_contexts.pushed()
     alone = known is not None and {here, ours, *pools} <= {known, None}
     if alone and not pycuda_contexts.automatic_made():
-        return {}  # the usual case: no non-primary context
+        return {}  # usually the GPU has only its primary context
     primary = contexts.primary_now(ordinal)
     if primary is None:
         return {}

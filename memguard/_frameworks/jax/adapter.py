@@ -138,7 +138,7 @@ class JAX(Framework):
         client = backends.get("cuda") if isinstance(backends, dict) else None
         if client is None:
             return None
-        # `_positions` stores indices instead of JAX's device objects, which do not support weak references: a strong
+        # `_positions` stores indices instead of JAX's device objects, which do not support weak references. A strong
         # reference to a device would keep the backend alive.
         backend, place = self._positions.get(device.uuid, _NOWHERE)
         known = backend() is client

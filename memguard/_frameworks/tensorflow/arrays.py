@@ -115,7 +115,7 @@ class TensorFlowArrays(Arrays):
                 return tf.cast(tf.cast(moved, tf.uint8), tf.bool)
             if not moved.shape.num_elements():
                 return moved
-            # Copy the tensor as uint8: for half of the dtypes, DeepCopy returns a tensor on the host (measured).
+            # Copy the tensor as uint8, because for half of the dtypes DeepCopy returns a tensor on the host (measured).
             copied = tf.raw_ops.DeepCopy(x=tf.bitcast(moved, tf.uint8))
             return tf.bitcast(copied, moved.dtype)
 

@@ -221,7 +221,7 @@ class Torch(resource.RmmClient):
             return round_up(size, PIECE)
         segment = GRANULE if size <= MIB else SEGMENT if size < 10 * MIB else round_up(size)
         torch, expandable = sys.modules.get("torch"), self._expandable
-        if expandable is None:  # `_set_now` has not stored it; reading it takes a snapshot of all blocks
+        if expandable is None:  # `_set_now` has not stored the setting; reading it lists all blocks
             expandable = torch is not None and self._live(torch) and settings.expandable(torch)
         return max(segment, size) + SEGMENT if expandable else segment
 
@@ -446,7 +446,7 @@ class Torch(resource.RmmClient):
     def _report_observed(self, ordinal: int, requested: int, allowed: int, free: int) -> None:
         uuid = next((uuid for uuid, number in (self._uuids or {}).items() if number == ordinal), None)
         if uuid in self._caps:
-            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # the user set a stricter fraction
+            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # the user's fraction, if stricter
             in_use, pooled = self._in_use(ordinal, requested)
             figures = {"cap": own, "free": free, "in_use": in_use, "pooled": pooled}
             self._report_refusal(None, uuid, requested, "observer", reclaimable=0, **figures)

@@ -48,7 +48,7 @@ def _captures(modules: Modules, _: Objects) -> Iterator[str]:
     torch = modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
-    usual = torch.cuda.graph.default_capture_stream  # all threads share it, as torch allows one capture at a time
+    usual = torch.cuda.graph.default_capture_stream  # all threads share this stream
     if torch.cuda.is_current_stream_capturing() or (
         usual is not None and streams.capturing(usual.device_index, usual.cuda_stream)
     ):

@@ -38,7 +38,7 @@ SPEC = FrameworkSpec(
             name="nccl",
             kind="count",
             default=0,
-            most=64,  # a larger number is a typing mistake: 64 communicators take 31 GiB
+            most=64,  # a larger number is a typing mistake, as 64 communicators take 31 GiB
             description="How many NCCL communicators torch.distributed keeps at once on each GPU: one for each "
             "process group that communicates. They lie outside torch's cap; reserve: auto keeps room for them.",
             elsewhere="it counts the communicators of torch.distributed",
@@ -77,7 +77,7 @@ SPEC = FrameworkSpec(
             "torch asks NVML for figures only after a request was refused",
             "NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator",
         ),
-        # Not certain: a failed allocation of page-locked memory also raises CUDA's error 2.
+        # Not certain, because a failed allocation of page-locked memory also raises CUDA's error 2.
         ErrorPattern("gpu", False, "error 2 of an early torch", r"cuda runtime error \(2\)"),
     ),
     figures=(
