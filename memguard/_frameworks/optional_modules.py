@@ -1,4 +1,4 @@
-"""Types of the optional modules in a framework's folder. `specs.modules` finds these modules by name.
+"""Types of the optional modules in a framework's folder, which `specs.modules` finds by name.
 
 `gates.py` defines `GATES`: functions that wait while the process is suspended. During a suspension, a call into CUDA
 without a gate crashes the process (SIGSEGV), fails, or waits in the driver until the resume (driver 580.159, H200). A
