@@ -1,1 +1,1 @@
-"""Adapters that cap each framework's own allocator: one folder per framework; `base.py` defines their base class."""
+"""Adapters that cap each framework's own allocator, one folder per framework; `base.py` defines their base class."""

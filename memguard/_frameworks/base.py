@@ -64,7 +64,8 @@ from memguard.errors import CapNotApplied
 
 
 class Allocator(ABC):
-    """Base class of everything that has one cap: a framework's allocator, or a pool that several frameworks share."""
+    """Base class of the framework adapters and of `SharedPool`, the pool that several frameworks share. Each has one
+    cap."""
 
     @property
     @abstractmethod
@@ -75,7 +76,7 @@ class Allocator(ABC):
     @abstractmethod
     def requests_room(self) -> bool:
         """True if the allocator, before it refuses a request, calls the guard, which makes other frameworks release
-        memory. memguard's own allocators do so."""
+        memory. True for the allocators that memguard implements."""
 
     @abstractmethod
     def usage(self, device: Device) -> Usage | None:
@@ -96,20 +97,20 @@ class Allocator(ABC):
 
     @abstractmethod
     def fixed(self) -> bool:
-        """True if an applied cap cannot be changed, as the framework is configured in this process."""
+        """True if, with the framework's settings in this process, an applied cap can no longer change."""
 
 
 class Framework(Allocator):
-    """Base class of the adapters: one framework in this process.
+    """Base class of the adapters. Each adapter represents one framework in this process.
 
-    A cap limits the framework's own allocator on one GPU, unless the framework is `pooled`. `caps` maps the UUID of
-    each device of the plan to its cap in bytes.
+    A cap limits the framework's own allocator on one GPU, unless the framework is `pooled`. The parameter `caps` of
+    `apply` and `resize` maps each GPU's UUID to the framework's cap on that GPU, in bytes.
     """
 
     spec: FrameworkSpec
     """memguard's description of the framework: name, measured sizes, error patterns."""
     resizable = True
-    """Whether a cap can change at run time. False for TensorFlow and JAX, which never release memory to the driver."""
+    """True if a cap can change at run time. False for TensorFlow and JAX, which never release memory to the driver."""
     pooled = False
     """True if the framework allocates from the shared pool. `usage` then reports only its live blocks, because cached
     memory belongs to the pool."""
@@ -117,7 +118,7 @@ class Framework(Allocator):
     def __init__(self, host: Host) -> None:
         self.host = host
         self.notes: list[str] = []
-        """Sentences that the adapter adds after `apply` has returned. The guard shows them with its own notes."""
+        """Notes for the user that `_add_note` and `_warn` add. The guard's report includes these notes."""
         self.on_warning: Callable[[str], None] | None = None
         """`_warn` calls this with the warning's sentence, on the thread that caused the warning."""
         self.on_change: Callable[[], None] | None = None
@@ -149,7 +150,7 @@ class Framework(Allocator):
         return self.spec.hook
 
     def state(self) -> State:
-        """Whether the framework is absent, importable, imported or live. Imports and initialises nothing."""
+        """Returns whether the framework is absent, importable, imported or live. Imports and initialises nothing."""
         loaded = self._loaded()
         if loaded is not None and self._live(loaded):
             return State.LIVE
@@ -172,7 +173,7 @@ class Framework(Allocator):
     def prepare(self, undo: Undo) -> None:
         """Set the environment variables that the framework reads during its import. Called before the import.
 
-        Adds the undo step to `undo` before each change. Never replaces a user's setting; raises ConflictingSetting if
+        Adds a step to `undo` before each change. Never replaces a user's setting; raises ConflictingSetting if
         the user's setting conflicts with the budget.
         """
 
@@ -180,7 +181,8 @@ class Framework(Allocator):
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
         """Apply the caps. Called after the framework's import, live or not. Adds an undo step before each change.
 
-        `options` maps each option of the spec that has `applied` set to its value in the budget.
+        `options` maps names of options to the budget's values, for those of the spec's options whose `applied` is True.
+        Returns how the caps are enforced, with notes for the user.
         """
 
     def resize(self, caps: Mapping[str, int]) -> None:
@@ -240,8 +242,8 @@ class Framework(Allocator):
         """Call the guard before refusing a request, so that other frameworks release cache or an elastic cap rises.
 
         True if memory was freed or the cap raised, so that the allocator should retry. Call it on the requesting
-        thread, without a lock of the adapter, at most a few times for one request. Only a signal handler that
-        interrupts the call can make it raise.
+        thread, without a lock of the adapter, at most a few times for one request. The method raises only exceptions of
+        signal handlers that interrupt the call.
         """
         if self.on_shortage is None:
             return False
@@ -252,7 +254,7 @@ class Framework(Allocator):
             return False
 
     def capturing(self) -> bool:
-        """True if this thread is capturing a CUDA graph with the framework: freeing memory would break the capture."""
+        """True if this thread is capturing a CUDA graph with the framework, so that a free would break the capture."""
         return False
 
     def libraries(self) -> frozenset[str]:
@@ -267,8 +269,8 @@ class Framework(Allocator):
         return any(name.startswith("nccl ") for name in self.libraries())
 
     def contexts(self, device: Device) -> frozenset[int]:
-        """Handles of the CUDA contexts in which the framework allocates on the device, if they may differ from the
-        primary context."""
+        """Handles of the CUDA contexts in which the framework allocates on the device; empty if the framework uses only
+        the primary context."""
         return frozenset()
 
     def record(self) -> Callable[[], list[TraceEvent]] | None:
@@ -302,11 +304,11 @@ class Framework(Allocator):
         return {}
 
     def forked(self) -> None:
-        """Called in a forked child: stop enforcing the caps. It must not acquire a lock that a thread of the parent may
-        have held, nor call CUDA."""
+        """Stop enforcing the caps. Called in a forked child. Implementations must not acquire a lock that a thread of
+        the parent may have held, nor call CUDA."""
 
     def _loaded(self) -> ModuleType | None:
-        """The hook module once its import is complete, else None. Waits for an import in another thread."""
+        """The hook module, or None if it is not imported. Waits while another thread is importing the module."""
         module = sys.modules.get(self.hook)
         if module is not None and getattr(getattr(module, "__spec__", None), "_initializing", False):
             module = importlib.import_module(self.hook)
@@ -319,7 +321,8 @@ def accept_permanent_limits(
     """Accept the existing limits of a live framework, which can no longer be changed.
 
     Raises CapNotApplied unless an earlier budget of this process set these limits and they fit the new caps. `existing`
-    maps each device UUID to the earlier budget's cap and to the limit, in bytes.
+    maps each device UUID to the earlier budget's cap and to the limit, in bytes. `name`, `title` and `pool` (a word for
+    the framework's memory pool) appear in the error message.
     """
     if not existing:
         raise CapNotApplied(
@@ -340,15 +343,15 @@ def accept_permanent_limits(
 
 
 def attach_size(error: BaseException, requested: int) -> BaseException:
-    """Set the error's `memguard_requested` to the requested bytes. A separate function, so that no local variable of a
-    caller keeps the error alive."""
+    """Set the error's `memguard_requested` to the requested bytes, and return the error. A separate function, so that
+    no local variable of a caller keeps the error alive."""
     error.memguard_requested = requested  # type: ignore[attr-defined]
     return error
 
 
 def weak_reference(thing: Any) -> weakref.ref[Any] | None:
-    """A weak reference, to recognise the object later without keeping it alive. None if its type does not support
-    one."""
+    """A weak reference, to recognise the object later without keeping the object alive. None if the object's type does
+    not support weak references."""
     try:
         return weakref.ref(thing)
     except TypeError:
@@ -356,17 +359,19 @@ def weak_reference(thing: Any) -> weakref.ref[Any] | None:
 
 
 TRIES = 2
-"""Retries of a request after other frameworks released memory, because another thread may allocate it first."""
+"""Maximum number of retries of a request after other frameworks released memory. More than one, because another thread
+may allocate the released memory first."""
 
 
 def holds_lock(lock: Any) -> bool:
-    """True if this thread holds the RLock: it runs a signal handler or finalizer that interrupted an allocation."""
+    """True if this thread already holds the RLock, as in a signal handler or finalizer that interrupted an
+    allocation."""
     return bool(lock._is_owned())
 
 
 def attach_shortage(error: BaseException, requested: int, needed: int, *, full: bool) -> BaseException:
-    """Store the arguments in the error, for `attached_shortage`. A separate function, so that no local variable of a
-    caller keeps the error alive."""
+    """Store `requested`, `needed` and `full` in the error, for `attached_shortage`. Returns the error. A separate
+    function, so that no local variable of a caller keeps the error alive."""
     error.memguard_short = needed, full  # type: ignore[attr-defined]
     return attach_size(error, requested)
 

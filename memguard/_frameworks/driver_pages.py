@@ -3,8 +3,8 @@
 Measured on an H200: the driver rounds an allocation above 1 MiB up to a multiple of 2 MiB, and packs smaller ones into
 slabs of 2 MiB. 200 arrays of 1.1 MiB took 398 MiB while CuPy's pool counted 220. Slabs lie at multiples of 2 MiB. In
 this module, a piece is an allocation in a slab. A slab's first piece starts at the slab's address, each piece at a
-multiple of 512 bytes, and no piece spans two slabs: 60 pieces of 0.7 MiB take 60 MiB. All frameworks of a context share
-its slabs. The driver frees a slab when the last piece in the slab is freed.
+multiple of 512 bytes, and no piece spans two slabs: 60 pieces of 0.7 MiB take 60 MiB. All frameworks that
+allocate in a CUDA context share the context's slabs. The driver frees a slab when the last piece in the slab is freed.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ TINY = MIB // 8
 """For pieces of up to this many bytes, the unused end of a slab is negligible."""
 UNIT = 512
 PIECE = 32 * MIB
-"""Bytes by which the driver's memory pools (`cudaMallocAsync`) grow."""
+"""Bytes by which the driver's memory pools (`cudaMallocAsync`) grow. Unrelated to the pieces of a slab."""
 
 
 def whole(size: int) -> int:
-    """The driver bytes that an allocation of `size` bytes occupies: whole pages above 1 MiB, else multiples of `UNIT`
-    in a slab."""
+    """The driver bytes that an allocation of `size` bytes occupies. Above 1 MiB these are whole pages of 2 MiB, else a
+    multiple of `UNIT` in a slab."""
     return -(-size // GRANULE) * GRANULE if size > SMALL else -(-size // UNIT) * UNIT
 
 
 def whole_share(size: int, unit: int = UNIT) -> int:
-    """`size` rounded up so that the driver wastes no bytes: to whole pages, or to an equal share of a slab."""
+    """`size` rounded up to whole pages or to an equal share of a slab, so that the driver wastes no bytes. A size up to
+    `TINY` is returned unchanged."""
     if size <= TINY:
         return size
     if size > SMALL:
@@ -46,8 +47,8 @@ def whole_share(size: int, unit: int = UNIT) -> int:
 
 @dataclass
 class _Slab:
-    """One slab: the number of all frameworks' pieces in the slab, how many of its bytes the frameworks' ledger rows
-    count, and whether its first piece was recorded (`known`)."""
+    """Counts for one slab: the number of all frameworks' pieces in the slab, and how many bytes of the slab the
+    frameworks' ledger rows count. `known` is True if the slab's first piece was recorded."""
 
     pieces: int = 0
     counted: int = 0
@@ -57,15 +58,16 @@ class _Slab:
 class Slabs:
     """The slabs of one GPU that contain pieces of this process's frameworks. Thread-safe.
 
-    `gaps` is the number of slab bytes that no framework's ledger row counts: unusable ends of slabs, and holes that
-    freed pieces left. `gaps` is negative if ledger rows overlap: one framework counts a whole slab, and another counts
-    its own pieces in the same slab. `gaps` excludes slabs whose first piece was not recorded, because other code opened
-    them.
+    `gaps` is the number of slab bytes that no framework's ledger row counts, such as unusable ends of slabs and holes
+    that freed pieces left. `gaps` is negative if ledger rows overlap, because one framework counts a whole slab and
+    another counts its own pieces in the same slab. `gaps` excludes slabs whose first piece was not recorded, because
+    other code opened these slabs.
     """
 
     def __init__(self) -> None:
         self.gaps = 0
-        # A signal handler or finalizer may run at any function call: update related figures with no call in between.
+        # A signal handler or finalizer may run at any function call, so the methods update related figures with no call
+        # in between.
         self._lock = threading.RLock()
         self._slabs: dict[int, _Slab] = {}
 
@@ -110,7 +112,7 @@ slabs: defaultdict[str, Slabs] = defaultdict(Slabs)
 
 @dataclass
 class _OwnPieces:
-    """One framework's pieces in one slab: their number and bytes. With `whole`, the framework counts the whole slab."""
+    """Number and bytes of one framework's pieces in one slab. With `whole`, the framework counts the whole slab."""
 
     whole: bool
     pieces: int = 0
@@ -145,7 +147,7 @@ class DriverPages:
     def growth(self, size: int) -> int:
         """The least growth of `held` for one more allocation of `size` bytes.
 
-        The real growth may be larger: if a slab's free bytes are scattered holes, the piece opens a new slab.
+        The real growth may be larger, because the piece opens a new slab if a slab's free bytes are scattered holes.
         """
         if size > SMALL:
             return round_up(size)
@@ -190,7 +192,8 @@ class DriverPages:
         try:
             while self.changes:
                 change, address, size = self.changes[0]
-                change(address, size)  # updates all sums right before it removes its entry, with no call in between
+                # `change` removes its own entry right after it has updated all sums, with no call in between.
+                change(address, size)
         finally:
             self._changing = False
 
@@ -253,7 +256,7 @@ class DriverPages:
             if size > SMALL:
                 found += round_up(size)
             elif slab is None:
-                continue  # a signal handler freed it meanwhile
+                continue  # a signal handler has freed this allocation meanwhile
             elif slab.whole:
                 small[address // GRANULE] = small.get(address // GRANULE, 0) + 1
             else:
@@ -266,8 +269,8 @@ class DriverPages:
     def groups(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, list[int]]]:
         """Group allocations by the page range or slab that they occupy. Returns each group's bytes and addresses.
 
-        Omits the pieces of a slab that other code opened or that has pieces outside `blocks`: freeing them returns no
-        memory to the driver.
+        Omits the pieces of a slab that other code opened or that has pieces outside `blocks`, because freeing the
+        omitted pieces returns no memory to the driver.
         """
         found: list[tuple[int, list[int]]] = []
         small: dict[int, list[int]] = {}
@@ -283,7 +286,7 @@ class DriverPages:
         return found
 
     def _change(self, slab: _OwnPieces, address: int, pieces: int, size: int, queued: int = 0) -> None:
-        """Update the slab and all sums, so that a reading need not add them up. Removes the first entry of
+        """Replace the slab's figures, and update the running sums that `held` returns. Removes the first entry of
         `changes`."""
         number, slabs, changes = address // GRANULE, self._slabs, self.changes
         after = _OwnPieces(slab.whole, slab.pieces + pieces, slab.bytes + _units(size))
@@ -306,7 +309,7 @@ def fewest_blocks(sizes: Sequence[int], needed: int) -> list[int] | None:
     """Indices of blocks that together have at least `needed` bytes, with no superfluous block; None if all together
     have fewer.
 
-    Minimises the number of blocks rather than the bytes, because each free costs time: selects the largest blocks, then
+    Minimises the number of blocks rather than the bytes, because each free costs time. Selects the largest blocks, then
     the smallest block that completes the sum. The excess over `needed` is less than the smallest selected block.
     """
     if sum(sizes) < needed:

@@ -71,7 +71,7 @@ class ImportHook(importlib.abc.MetaPathFinder):
         try:
             callback()
         except BaseException:
-            if module not in self._waiting:  # the import has failed too, so the next import must run the callback
+            if module not in self._waiting:  # the exception fails this import, so the next import must run the callback
                 self.watch(module, callback)
             raise
 
@@ -88,7 +88,7 @@ def found_by_others(
     target: ModuleType | None,
 ) -> importlib.machinery.ModuleSpec | None:
     """The module spec that the other finders return, with a loader that calls `imported` once the module's code has
-    run."""
+    run. None if no other finder finds the module."""
     for other in [*sys.meta_path]:
         if other is finder or not hasattr(other, "find_spec"):
             continue
@@ -104,7 +104,7 @@ def enter(finder: importlib.abc.MetaPathFinder, *, last: bool = False) -> None:
     """Add the finder at the front of `sys.meta_path`, or with `last` at the end.
 
     `enter` and `leave` replace the list instead of changing it, because another thread's import may be iterating over
-    it: if a finder moved within the list, the import could skip it and not find its module.
+    the list. If a finder moved within the list, that import could skip the finder and not find its module.
     """
     # In a single statement, so that no other thread adds a finder between the read and the write of the list.
     sys.meta_path = [*sys.meta_path, finder] if last else [finder, *sys.meta_path]
@@ -118,7 +118,7 @@ def leave(finder: object) -> None:
         kept = [one for one in before if one is not finder]
         if len(kept) == len(before):
             return
-        if sys.meta_path is now and now == before:  # false if another thread changed the list: retry
+        if sys.meta_path is now and now == before:  # else another thread has changed the list: retry
             sys.meta_path = kept
             return
 

@@ -1,8 +1,9 @@
-"""Types of the optional modules in a framework's folder. Discovery finds the modules by their names.
+"""Types of the optional modules in a framework's folder, which `specs.modules` finds by name.
 
-`gates.py` defines `GATES`: functions that wait while the process is suspended. Without a gate, a call into CUDA then
-crashes the process (SIGSEGV), fails, or waits in the driver until the resume (driver 580.159, H200). A call that waits
-with the GIL held blocks every thread of the process. The `harm` of a function is the effect of calling it ungated.
+`gates.py` defines `GATES`: functions that wait while the process is suspended. During a suspension, a call into CUDA
+without a gate crashes the process (SIGSEGV), fails, or waits in the driver until the resume (driver 580.159, H200). A
+call that waits with the GIL held blocks every thread of the process. The `harm` of a function is the effect of its call
+without a gate.
 
 `in_process.py` defines `IN_PROCESS`: functions that read the framework's state in the running process. Suspension reads
 the state that suspending would destroy, the doctor reads replaced allocators, and a retry reads the number of ranks.
@@ -11,8 +12,8 @@ of the framework may store the state elsewhere, so a function may raise; the cal
 not be read.
 
 `probe.py` defines `probe(report)`, which the doctor runs in a process of its own (`_tools/doctor/probes/main.py`). The
-examined interpreter may lack memguard: `probe.py` imports only the standard library at run time, and uses the syntax of
-Python 3.8.
+examined interpreter may lack memguard, so `probe.py` imports only the standard library at run time, and uses the syntax
+of Python 3.8.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ Touches = Callable[[tuple[Any, ...], dict[str, Any]], bool]
 class GatedFunction(NamedTuple):
     """A gated function: `module:name`, or `module:Class.name`. The last part may be a pattern, such as `cu*`.
 
-    `why` names the driver function that it calls. `optional`: some versions or builds of the framework lack the
-    function. With `touches`, only calls that need a GPU wait, and the gate lets all others pass. `but` are names that
-    the pattern excludes, because their driver calls also return while the process is suspended.
+    `why` names the driver function that the gated function calls. `optional`: some versions or builds of the framework
+    lack the function. With `touches`, only calls that need a GPU wait, and the gate lets all others pass. `but` are
+    names that the pattern excludes, because their driver calls also return while the process is suspended.
     """
 
     name: str
@@ -45,8 +46,8 @@ class GatedFunction(NamedTuple):
 
 
 class KeptType(NamedTuple):
-    """A type, `module:Class`, whose objects the closed gate keeps alive, because their destructors call the driver
-    functions in `why`. `which` selects the objects."""
+    """A type, `module:Class`, whose objects the gate keeps alive during a suspension, because their destructors call
+    the driver functions in `why`. `which` returns True for an object to keep alive; None keeps all."""
 
     name: str
     why: str
@@ -58,9 +59,9 @@ class NativeThread(NamedTuple):
 
     `library`: prefix of the name of the library file that stores the addresses of driver functions. `polls`: the driver
     function that the thread calls. During a suspension memguard makes this call return CUDA_SUCCESS, which must be the
-    correct result for a process without GPU work, and must not end a wait. `every`: seconds between two calls.
-    `thread`: a string that the library file contains if this version starts the thread. `live`: returns True once the
-    framework uses GPUs.
+    correct result for a process without GPU work, and must not signal that GPU work is done. `every`: seconds between
+    two calls. `thread`: a string that the library file contains if this version starts the thread. `live`: returns True
+    once the framework uses GPUs.
     """
 
     library: str
@@ -74,12 +75,12 @@ class Gates(NamedTuple):
     """A framework's gated functions.
 
     `hook` is the module that is in `sys.modules` once the framework is imported. `waits` are the functions that wait
-    while the process is suspended. `later` are functions that finalizers call: the gate defers these calls until it
-    opens. `kept_alive` are types whose destructors call the driver: the gate keeps their objects, and the result of
-    `holds`, alive until it opens. `imports` are further modules whose import calls the driver. `not_gated` are
-    sentences about calls that no gate covers. `refuses(enter)` returns a context manager in which operators, which have
-    no Python function to gate, first call `enter` with a readable name; it affects only the thread that entered it.
-    `natives` are C++ threads that call the driver without Python.
+    while the process is suspended. `later` are functions that finalizers call; their calls are deferred until the
+    resume. `kept_alive` are types whose destructors call the driver; their objects, and the result of `holds`, are kept
+    alive until the resume. `imports` are further modules whose import calls the driver. `not_gated` are sentences about
+    calls that no gate covers. `refuses(enter)` returns a context manager in which operators, which have no Python
+    function to gate, first call `enter` with a readable name, on the thread that entered the context only. `natives`
+    are C++ threads that call the driver without Python.
     """
 
     hook: str
@@ -119,7 +120,7 @@ Objects = Mapping[str, list[Any]]
 
 
 class Question(NamedTuple):
-    """`read` yields one line of text for each finding. If it raises, the report says that `what` could not be read."""
+    """`read` yields one line of text for each finding. If `read` raises, the report says that `what` was not read."""
 
     what: str
     read: Callable[[Modules, Objects], Iterator[str]]
@@ -133,7 +134,7 @@ class InProcess(NamedTuple):
     memory that other processes share. `communicators`, `captures`, `profilers`: the active NCCL communicators, CUDA
     graph captures and profilers. `capturing`: whether this thread captures a CUDA graph. `work_areas`: bytes in use on
     this thread's current GPU that belong to no array of the program. `free_caches`: free memory that the framework
-    only caches for its next call; it may raise. `ranks`: the name of a library, and a function that reads its number
+    only caches for its next call; may raise. `ranks`: the name of a library, and a function that reads its number
     of ranks (None: not distributed). `swapped`: the name of the allocator that replaced the framework's own, or None.
     """
 

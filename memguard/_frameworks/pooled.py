@@ -15,9 +15,10 @@ from memguard._frameworks.shared_pool import SharedPool
 from memguard.errors import CapNotApplied
 
 UNIT = 512
-"""The driver rounds the pool's allocations up to this many bytes."""
+"""The driver rounds the size of each allocation from the pool up to a multiple of this many bytes."""
 MOST_TIMES = 3
-"""Retries of a request that the pool refused, because another thread may allocate released memory first."""
+"""Maximum number of retries of a request that the pool refused. More than one, because another thread may allocate the
+released memory first."""
 
 
 class _Pooled(Framework):
@@ -66,7 +67,8 @@ class PooledWatched(_Pooled):
     """Base class for frameworks that allocate from the device's default pool, where memguard cannot limit them."""
 
     def usage(self, device: Device) -> Usage | None:
-        """The in-use bytes that the framework reports, as both held and in use: the cache belongs to the pool."""
+        """The in-use bytes that the framework reports, as both held and in use, because the cache belongs to the
+        pool."""
         found = super().usage(device)  # type: ignore[safe-super] # the next class of the MRO is an adapter
         if found is None:
             return None
@@ -77,8 +79,8 @@ class PooledWatched(_Pooled):
         return []  # the framework has no cap that could break
 
     def _watched(self, applied: Applied, note: str, undo: Undo) -> Applied:
-        """Report the enforcement as WATCHED (measured, not limited), and register the framework's count of in-use bytes
-        with the pool."""
+        """Register the framework's count of in-use bytes with the pool. Returns `applied` with `note` added and the
+        enforcement WATCHED (measured, not limited)."""
         devices = {device.uuid: device for device in self.host.devices()}
 
         def counted(uuid: str) -> int:

@@ -25,7 +25,8 @@ class Replacements:
     def put(
         self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, direct: bool = False
     ) -> bool:
-        """Replace the function `name` of a module or class with `wrap(original)`. False if it has no such function.
+        """Replace the function `name` of a module or class with `wrap(original)`. Returns False if the
+        module or class has no such function, else True.
 
         After `undo`, a replacement that other code still references calls the original. With `direct`, the function
         that `wrap` returns must test `active` itself; this saves a function call.
@@ -39,10 +40,10 @@ class Replacements:
             return (replacement if self.active else original)(*args, **kwargs)
 
         call = replacement if direct else pass_on
-        with contextlib.suppress(AttributeError, TypeError):  # a built-in function may lack some of these attributes
+        with contextlib.suppress(AttributeError, TypeError):  # a built-in function may lack attributes that this copies
             update_wrapper(call, original)
-        # `undo` restores the entry of the owner's own `__dict__`: a static method stays static, and for an inherited
-        # name the override is deleted.
+        # `undo` restores the entry of the owner's own `__dict__`, so a static method stays static. For an inherited
+        # name, `undo` deletes the override.
         entry = owner, name, vars(owner).get(name, _ABSENT), call
         self._replaced.append(entry)  # recorded first, so that `undo` finds it even after an interruption
         setattr(owner, name, call)

@@ -19,7 +19,8 @@ def find(ordinal: int, pools: Iterable[int] = ()) -> dict[int, str]:
     """Map the handle of each non-primary context of the GPU to the context's creator. `pools`: contexts of PyCUDA's
     pools.
 
-    Never raises. Empty if the GPU has no primary context, because its first context of any kind counts as primary.
+    Never raises. Empty if the GPU has no primary context, because memguard then counts the GPU's first context as the
+    primary one.
     """
     try:
         return _find(ordinal, pools)
@@ -32,7 +33,7 @@ def _find(ordinal: int, pools: Iterable[int]) -> dict[int, str]:
     known, here, ours = contexts.primary_known(ordinal), contexts.current_handle(), pycuda_contexts.pushed()
     alone = known is not None and {here, ours, *pools} <= {known, None}
     if alone and not pycuda_contexts.automatic_made():
-        return {}  # the usual case: no non-primary context
+        return {}  # usually the GPU has only its primary context
     primary = contexts.primary_now(ordinal)
     if primary is None:
         return {}

@@ -150,8 +150,8 @@ class SharedPool(Allocator):
         return 0 if found is None else remainder(found[1], self._counted(uuid))
 
     def usage(self, device: Device) -> Usage | None:
-        """Usage of the whole pool; None before the pool exists. `reclaimable` is None (unknown) while a block is live:
-        a trim releases only whole 32-MiB chunks without a live block, and the driver does not report their number."""
+        """Usage of the whole pool; None before the pool exists. `reclaimable` is None (unknown) while a block is live,
+        because a trim releases only 32-MiB chunks without a live block, whose number the driver does not report."""
         found = self.figures(device.uuid)
         if found is None:
             return None
@@ -176,16 +176,15 @@ class SharedPool(Allocator):
             self.trim(device)
 
     def reusable(self, usage: Usage) -> int:
-        """All idle memory of the pool: it can serve any framework's request, even if a trim would release none of
-        it."""
+        """All idle bytes of the pool, which can serve any framework's request even if a trim would release none."""
         return cached(usage)
 
     def fixed(self) -> bool:
         return True
 
     def cache(self, device: Device, counted: int, remainder: bool) -> Usage | None:
-        """The ledger's row for the pool's cache: the pool's memory beyond the bytes that frameworks count (`counted`).
-        None if there is no pool.
+        """Usage of the ledger's row for the pool's cache, which is the pool's memory beyond the bytes that frameworks
+        count (`counted`). None if there is no pool.
 
         With `remainder`, a framework reports all uncounted in-use bytes as its own. Otherwise these bytes belong to
         other code that uses the current pool, and this row counts them as in use. Restores the release threshold if
@@ -238,7 +237,7 @@ class SharedPool(Allocator):
             self._pools.pop(uuid, None)
 
     def forked(self) -> None:
-        """Called in a forked child: forget the pools, because the child cannot use the parent's CUDA context."""
+        """Forget the pools in a forked child, because the child cannot use the parent's CUDA context."""
         self._lock, self._pools, self._over = threading.RLock(), {}, True
         self._blocks, self._of, self._limits = {}, {}, {}
 

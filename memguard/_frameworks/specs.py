@@ -1,7 +1,7 @@
 """The table of frameworks, read from each folder of `_frameworks/` that contains a `spec.py`.
 
 The budget, its schema, the plan, the ledger, the reports, the monitor, the doctor and the simulation all read this
-table. Adding a framework takes one folder: its `spec.py` defines `SPEC`, which names the adapter.
+table. To add a framework, add a folder whose `spec.py` defines `SPEC`, which names the adapter.
 
 The budget and the plan import nothing else from `_frameworks/`. Each `spec.py` imports nothing but `_base`
 (`tests/unit/test_framework_folders.py`). Discovery loads no adapter and imports no framework.
@@ -21,7 +21,7 @@ from memguard._base.framework_spec import FrameworkName, FrameworkSpec
 _HOME = "memguard._frameworks"
 
 
-@functools.cache  # retries, suspensions and the leak check of each test repeat the look-up
+@functools.cache  # because retries, suspensions and the leak check of each test call this again
 def files(module: str) -> Mapping[str, str]:
     """The path of `{module}.py` by framework folder, for each folder that contains the file. Imports no framework."""
     found: dict[str, str] = {}
@@ -34,7 +34,7 @@ def files(module: str) -> Mapping[str, str]:
 
 
 def modules(name: str) -> Iterator[Any]:
-    """Import the module `name` of each framework's folder that contains it: first those of `SPECS`, in table order.
+    """Import and yield the module `name` of each folder that contains one. The frameworks of `SPECS` come first.
 
     These modules import no framework.
     """
@@ -73,8 +73,8 @@ def setting(option: str) -> str:
 
 
 def pool_capped(clients: Iterable[str]) -> bool:
-    """True if the driver can cap the shared pool of these frameworks: none of them is restricted to the default
-    pool."""
+    """True if the driver can cap the shared pool of these frameworks, because none of them allocates only from the
+    default pool."""
     return not any(SPECS[name].default_pool for name in clients)
 
 

@@ -1,1 +1,1 @@
-"""JAX: the adapter, the gates, and the shared pool's adapter."""
+"""Adapters of JAX (own allocator, shared pool), with its array exchange, suspension gates and doctor probe."""

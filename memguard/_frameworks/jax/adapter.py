@@ -7,7 +7,7 @@ are set, the GPU backend does not load, and JAX silently uses the CPU. The alloc
 no limit; `vmm` has a limit but reports no memory statistics (see `jax/spec.py`). JAX raises an out-of-memory error only
 10 s after the request.
 
-Outside the cap: context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
+The cap does not cover context and modules, cuBLAS and cuSOLVER workspaces, NCCL and collective memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _ALLOCATORS = SPEC.allocators
 _NOWHERE: tuple[Callable[[], object], int] = (lambda: None, 0)
 permanent_caps: dict[str, int] = {}
-"""The caps with which JAX's backend started, by device UUID. They stay in effect until the process ends."""
+"""The caps with which JAX's backend started, by device UUID. These caps stay in effect until the process ends."""
 
 
 class JAX(Framework):
@@ -57,11 +57,12 @@ class JAX(Framework):
         self._last_drift: list[Drift] = []  # the drift at the last check
         self._final_backend: weakref.ref[Any] | None = None  # the started backend for which `_last_drift` is final
         self._user_options: Any = None
-        self._positions: dict[str, tuple[Callable[[], object], int]] = {}  # by UUID: backend, local_devices() index
+        # Maps a GPU's UUID to a weak reference to the backend and the GPU's index in the backend's `local_devices()`.
+        self._positions: dict[str, tuple[Callable[[], object], int]] = {}
 
     def why_absent(self) -> str | None:
-        """Why JAX cannot use a GPU: it is not installed, has no CUDA plugin, or JAX_PLATFORMS excludes the GPU. None if
-        it can. Imports nothing."""
+        """Why JAX cannot use a GPU (not installed, no CUDA plugin, or excluded by JAX_PLATFORMS); None if JAX can.
+        Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -133,11 +134,11 @@ class JAX(Framework):
 
     def usage(self, device: Device) -> Usage | None:
         """Usage from the live backend's `memory_stats()` (1.4 µs); `pool_bytes` is the held memory."""
-        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # inlines `live_client`
+        backends = getattr(sys.modules.get(_BRIDGE), "_backends", None)  # inlines `live_client` for speed
         client = backends.get("cuda") if isinstance(backends, dict) else None
         if client is None:
             return None
-        # `_positions` stores indices instead of JAX's device objects, which do not support weak references: a strong
+        # `_positions` stores indices instead of JAX's device objects, which do not support weak references. A strong
         # reference to a device would keep the backend alive.
         backend, place = self._positions.get(device.uuid, _NOWHERE)
         known = backend() is client
@@ -153,7 +154,8 @@ class JAX(Framework):
         return usage_of((stats["pool_bytes"], stats["bytes_in_use"], 0, None, None, stats["peak_bytes_in_use"]))
 
     def _device_by_uuid(self, client: Any, wanted: str) -> tuple[Any, bool]:
-        """The client's device with this UUID or None, and whether a searched device has an unknown UUID."""
+        """Returns the client's device with this UUID, or None. The second value is True if the search found no such
+        device, but met a device of unknown UUID."""
         known, unknown = self._numbering(), False
         for position, local in enumerate(client.local_devices()):
             uuid = known.get(_ordinal(local), "")
@@ -186,7 +188,7 @@ class JAX(Framework):
             lost = any(now.get(key) != self._options.get(key) for key in ("memory_fraction", "allocator"))
             change = f"its {_OPTIONS} were changed after memguard.init"
             return [Drift(change, "the cap will not hold")] if lost else []
-        # Checked once for each backend, because its limit never changes after its start.
+        # Check each backend once, because the limit of a started backend never changes.
         if self._final_backend is None or self._final_backend() is not client:
             self._last_drift = [
                 Drift(
@@ -299,7 +301,7 @@ class JAX(Framework):
         return fraction
 
     def _preallocate(self, own: Mapping[str, Any]) -> bool:
-        """True if the user requested preallocation: JAX then allocates its whole cap when its backend starts."""
+        """True if the user requested preallocation, so that JAX allocates its whole cap when its backend starts."""
         asked = own.get("preallocate", os.environ.get(_PREALLOCATE) or None)
         if asked is None or str(asked) in ("false", "False", "0"):
             return False
@@ -346,7 +348,7 @@ def live_client() -> Any:
 
 
 def _has_plugin() -> bool:
-    """True if a CUDA plugin of JAX is installed. Imports nothing: `jax_plugins` is a namespace package."""
+    """True if a CUDA plugin of JAX is installed. Imports no code, as `jax_plugins` is a namespace package."""
     try:
         spec = importlib.util.find_spec("jax_plugins")
     except (ImportError, ValueError):

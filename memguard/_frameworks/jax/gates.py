@@ -1,8 +1,8 @@
 """The functions of JAX that wait while the process is suspended.
 
 A compiled function that ran before runs again without Python code (`PjitFunction`), as do arithmetic operators. No gate
-covers their launch, which waits in the driver, but a gate covers reading their results. Whether JAX releases the GIL is
-unknown.
+covers the launch of these functions and operators, which waits in the driver, but a gate covers reading their results.
+Whether JAX releases the GIL is unknown.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _plugin() -> bool:
 def _versions(report: ProbeReport) -> dict[str, str]:
     """The versions of CUDA and cuDNN that JAX was built with, which its plugin compares with the loaded libraries.
 
-    JAX's module `cuda_versions` is private: if it lacks a function, that version is omitted.
+    Omits a version if JAX's private module `cuda_versions` lacks the function that returns the version.
     """
     try:
         from jax._src.lib import cuda_versions

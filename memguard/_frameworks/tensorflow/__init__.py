@@ -1,1 +1,1 @@
-"""TensorFlow: the adapter, the gates, and the shared pool's adapter."""
+"""Adapters of TensorFlow (own allocator, shared pool), with its array exchange, suspension gates and doctor probe."""

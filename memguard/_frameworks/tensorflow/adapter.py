@@ -7,7 +7,7 @@ the adapter refuses this allocator. TensorFlow's pool never shrinks. With growth
 bytes.
 
 The adapter also applies the cap to later calls of `set_logical_device_configuration` and to the `config` of TF1
-sessions. For this it replaces the private functions `Context.set_logical_device_configuration` and
+sessions. To do so, the adapter replaces the private functions `Context.set_logical_device_configuration` and
 `BaseSession.__init__`. A session with its own `config` would ignore the logical devices.
 """
 
@@ -31,8 +31,8 @@ from memguard._frameworks.tensorflow.spec import SPEC
 from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 
 permanent_caps: dict[str, tuple[int, int, bool]] = {}
-"""The cap, limit and growth with which TensorFlow started, by device UUID. They stay in effect until the process
-ends."""
+"""The cap, limit and growth with which TensorFlow started, by device UUID. These limits stay in effect until the
+process ends."""
 _EAGER = "tensorflow.python.eager.context"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
 _ALLOCATORS = SPEC.allocators
@@ -53,16 +53,16 @@ class TensorFlow(Framework):
         self._logical: dict[str, int] = {}
         self._seen: dict[str, range] | None = None  # indices of the logical devices by GPU, if no caps are set
         self._unmatched = False  # whether `_seen` lacks a GPU because its UUID is unknown
-        self._gpus: dict[Any, str] = {}  # UUIDs by TensorFlow's device
+        self._gpus: dict[Any, str] = {}  # maps TensorFlow's physical devices to UUIDs
         self._user_devices: dict[Any, list[Any]] = {}  # the user's later configurations, by TensorFlow's device
-        self._spans: dict[str, range] = {}  # indices of the logical devices by GPU, once the user has configured one
+        self._spans: dict[str, range] = {}  # like `_seen`, once the user has configured logical devices
         self._undo_allocator: Callable[[], None] = lambda: None
         self._last_drift: list[Drift] = []  # the drift at the last check
         self._final_context: weakref.ref[Any] | None = None  # the live context for which `_last_drift` is final
         self._session = False  # whether a TF1 session created the allocators, without the eager context
 
     def _live(self, module: ModuleType) -> bool:
-        safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # inlines `_context`
+        safe = getattr(sys.modules.get(_EAGER), "context_safe", None)  # inlines `_context` for speed
         return safe is not None and getattr(safe(), "_context_handle", None) is not None
 
     def apply(self, caps: Mapping[str, int], options: Mapping[str, Any], undo: Undo) -> Applied:
@@ -117,7 +117,7 @@ class TensorFlow(Framework):
     def usage(self, device: Device) -> Usage | None:
         """Usage from `get_memory_info` (2.3 µs), only if TensorFlow is live, because the call would initialise it.
 
-        With growth TensorFlow reports bytes in use, but not held bytes: held is then None, with a lower and an upper
+        With growth TensorFlow reports bytes in use, but not held bytes, so that held is None, with a lower and an upper
         bound. The lower bound is the peak in use; it is too high once the allocator has released idle regions, as it
         does before it refuses a request. Held and in-use bytes are both None for sessions of a TF1 program without the
         eager context, for an allocator without statistics, and if a GPU cannot be identified.
@@ -176,7 +176,8 @@ class TensorFlow(Framework):
             context = None
         elif self._final_context is not None and self._final_context() is context:
             return self._last_drift
-        gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)  # both have TensorFlow's order
+        # `self._logical` has the GPUs in the order of `list_physical_devices`.
+        gpus = zip(tf.config.list_physical_devices("GPU"), self._logical, strict=False)
         lost = [gpu.name for gpu, uuid in gpus if not _limited(tf, gpu, self._caps[uuid])]
         self._last_drift = [Drift(f"the limit of {name} was removed or raised after memguard.init") for name in lost]
         self._final_context = weak_reference(context) if context is not None else None
@@ -224,7 +225,7 @@ class TensorFlow(Framework):
 
     def _count_numbers(self) -> dict[str, range]:
         """Map each GPU's UUID to the index range of its TensorFlow logical devices, computed from the user's
-        configurations: the user may have split a GPU into several logical devices."""
+        configurations. The user may have split a GPU into several logical devices."""
         found, first = {}, 0
         for gpu, uuid in self._gpus.items():
             count = len(self._user_devices.get(gpu) or "1")
@@ -296,7 +297,8 @@ class TensorFlow(Framework):
         def set_logical_device_configuration(context: Any, dev: Any, virtual_devices: Any) -> Any:
             uuid = self._gpus.get(dev)
             if uuid is None or any(entry.memory_limit is None for entry in virtual_devices):
-                return original(context, dev, virtual_devices)  # TensorFlow raises its own error for a missing limit
+                # The budget does not cap this GPU, or a limit is missing, for which TensorFlow raises its own error.
+                return original(context, dev, virtual_devices)
             cap = self._caps[uuid] // MIB
             limits = _scaled_to_cap([entry.memory_limit for entry in virtual_devices], cap)
             entries = list(virtual_devices) or [_module("LogicalDeviceConfiguration")()]
@@ -364,7 +366,8 @@ class TensorFlow(Framework):
     def _wrap_session_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(session: Any, target: Any = "", graph: Any = None, config: Any = None) -> None:  # noqa: N807
             self._limited_allocator()
-            here = not target and (config is None or hasattr(config, "gpu_options"))  # a local session, a valid config
+            # True for a session in this process with a valid config.
+            here = not target and (config is None or hasattr(config, "gpu_options"))
             original(session, target, graph, self._capped_config(config) if here and config is not None else config)
             self._session = self._session or (here and _uses_gpus(config))
 
@@ -414,7 +417,7 @@ class TensorFlow(Framework):
         self._warn(f"tensorflow: {setting} asks for more than the cap of {format_size(cap)} on {where}: the cap holds")
 
     def _accept_user_limit(self, gpu: Any, limits: list[int | None], cap: int) -> int:
-        """The user's own limit in bytes. Raises ConflictingSetting if the limit exceeds the cap or splits the GPU."""
+        """The user's own limit in bytes. Raises ConflictingSetting if it exceeds the cap, or for several limits."""
         only = limits[0] if len(limits) == 1 else None
         if only is not None and only * MIB <= cap:
             self._note_stricter(_short_name(gpu), only * MIB, cap)
@@ -441,8 +444,8 @@ class TensorFlow(Framework):
 
 
 def _uuid(gpu: Any, gpus: Sequence[Any], devices: Sequence[Device]) -> str | None:
-    """The UUID of a TensorFlow GPU, found by CUDA's ordinal. If TensorFlow and CUDA both have only one GPU, returns its
-    UUID without comparing ordinals."""
+    """The UUID of a TensorFlow GPU, found by CUDA's ordinal. If no ordinal matches, and TensorFlow and CUDA both see
+    only one GPU, returns that GPU's UUID; else None."""
     ordinal = int(gpu.name.rsplit(":", 1)[1])
     alone = devices[0].uuid if len(devices) == len(gpus) == 1 else None
     return next((device.uuid for device in devices if device.ordinal == ordinal), alone)
@@ -484,7 +487,7 @@ def _has_logical_gpu(tf: Any, number: int) -> bool:
 
 
 def _context() -> Any:
-    """TensorFlow's eager context, or None if there is none: `context_safe` does not create it."""
+    """TensorFlow's eager context, or None if there is none. Never creates a context."""
     module = sys.modules.get(_EAGER)
     safe = getattr(module, "context_safe", None)
     return safe() if safe is not None else None

@@ -1,8 +1,8 @@
-"""Shares TensorFlow's tensors through unversioned DLPack: row-major, at addresses that are multiples of 64.
+"""Shares TensorFlow's tensors through unversioned DLPack.
 
-An operation on a tensor at any other address aborts the process (`Check failed: IsAligned()`, measured). TensorFlow
-exposes no stream, so `to_dlpack` waits for the device, and before TensorFlow imports an array, the host waits for the
-producer's GPU work.
+TensorFlow requires row-major tensors at addresses that are multiples of 64. An operation on a tensor at any other
+address aborts the process (`Check failed: IsAligned()`, measured). TensorFlow exposes no stream, so `to_dlpack` waits
+for the device, and before TensorFlow imports an array, the host waits for the producer's GPU work.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Calls(NamedTuple):
 
 
 class TensorFlowArrays(Arrays):
-    """The exchange adapter of eager tensors. A graph (`tf.function`) also receives eager tensors as arguments."""
+    """The exchange adapter of eager tensors. Refuses the exchange while TensorFlow builds a graph (`tf.function`)."""
 
     traits: ClassVar[Traits] = Traits(
         "tensorflow",
@@ -115,7 +115,7 @@ class TensorFlowArrays(Arrays):
                 return tf.cast(tf.cast(moved, tf.uint8), tf.bool)
             if not moved.shape.num_elements():
                 return moved
-            # Copy the tensor as uint8: for half of the dtypes, DeepCopy returns a tensor on the host (measured).
+            # Copy the tensor as uint8, because for half of the dtypes DeepCopy returns a tensor on the host (measured).
             copied = tf.raw_ops.DeepCopy(x=tf.bitcast(moved, tf.uint8))
             return tf.bitcast(copied, moved.dtype)
 

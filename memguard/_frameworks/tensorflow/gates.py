@@ -1,8 +1,7 @@
 """The functions of TensorFlow that wait while the process is suspended.
 
 Every eager operation and every `tf.function` calls a function `TFE_Py_*Execute*`; TensorFlow 1 graphs call
-`TF_SessionRun*`.
-Whether these functions release the GIL is unknown.
+`TF_SessionRun*`. Whether these functions release the GIL is unknown.
 """
 
 from __future__ import annotations
@@ -101,8 +100,8 @@ GATES = (
                 "TF_SessionRun_wrapper TF_SessionPRun_wrapper TF_SessionRunCallable",
             ),
         ),
-        # TensorFlow 2.21 does not start this thread: its library lacks the string. XLA does since 2026, see
-        # `jax/gates.py`.
+        # TensorFlow 2.21 does not start this thread (its library lacks the string). XLA has started this thread since
+        # 2026, see `jax/gates.py`.
         natives=(NativeThread("libtensorflow_framework.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", live),),
     ),
 )

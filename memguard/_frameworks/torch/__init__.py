@@ -1,1 +1,1 @@
-"""PyTorch: the adapter, the allocator's settings, the allocation history."""
+"""Adapters of PyTorch (own allocator, shared pool), with its array exchange, suspension gates and doctor probe."""

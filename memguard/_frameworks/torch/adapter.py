@@ -9,11 +9,12 @@ creates no context.
 The adapter replaces `torch._C._cuda_setMemoryFraction`, which every public function calls, to limit fractions that the
 user sets later.
 
-Outside the cap: the context, cuBLAS and cuDNN workspaces, NCCL, allocations after `caching_allocator_enable(False)`.
+The cap does not cover the context, cuBLAS and cuDNN workspaces, NCCL, and allocations after
+`caching_allocator_enable(False)`.
 
 memguard attaches an out-of-memory observer to the native allocator, to learn of refused requests. The observer runs on
-the requesting thread, after torch has released its locks (`c10/cuda/CUDACachingAllocator.cpp`). It cannot be detached,
-and attaching it initialises CUDA.
+the requesting thread, after torch has released its locks (`c10/cuda/CUDACachingAllocator.cpp`). Torch cannot detach
+an observer, and attaching an observer initialises CUDA.
 
 Before the observer runs, torch has released its releasable cache, so nothing is reclaimable. Idle memory of a private
 pool (a CUDA graph's, a `MemPool`'s) serves no other request. So torch's error text counts this idle memory as
@@ -49,8 +50,8 @@ SEGMENT = 20 * MIB
 """Expandable segments map memory in steps of this many bytes (measured)."""
 
 _observed: Any = None
-"""The torch module to which memguard's observer is attached, so that it is attached only once: torch cannot detach
-it."""
+"""The torch module to which memguard's observer is attached. Prevents a second attachment, because torch cannot detach
+an observer."""
 _observer: tuple[Torch, int] | None = None
 """The adapter that the observer calls, and the id of the adapter's process; None if no cap is set."""
 _NO_LIBRARIES = frozenset[str]()
@@ -77,14 +78,14 @@ class Torch(resource.RmmClient):
         self._uuids: dict[str, int] | None = None
         self._set: dict[int, float] = {}  # the fractions in effect, as torch reports them, by ordinal
         self._expandable: bool | None = None  # whether segments were expandable when memguard set the caps
-        self._most: dict[int, tuple[float, float]] = {}  # the cap as a fraction: as set, and as torch reports it
+        self._most: dict[int, tuple[float, float]] = {}  # the cap's fraction by ordinal: as set, as reported
         self._raw_set: Callable[[float, int], None] | None = None
         self._reconfigured = self._uncached = False
         self._unseen: str | None = None
 
     def why_absent(self) -> str | None:
-        """Why torch cannot use a GPU: it is not installed, or its `version.py`, read as text, says that it is built
-        without CUDA. None if it can. Imports nothing."""
+        """Why torch cannot use a GPU (not installed, or built without CUDA according to the text of `version.py`); None
+        if torch can. Imports nothing."""
         missing = super().why_absent()
         if missing:
             return missing
@@ -122,7 +123,7 @@ class Torch(resource.RmmClient):
         None for a GPU on which torch never held memory, although a live torch has initialised all GPUs.
         """
         torch = sys.modules.get("torch")
-        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live` for speed
         if torch is None or live is None or not live():
             return None
         known = self._uuids
@@ -150,13 +151,13 @@ class Torch(resource.RmmClient):
             return Usage(reserved, used, returned_by_trim(reserved, used), peak=peak)
         if held is None or in_use is None:
             return Usage(held, in_use)
-        # The idle blocks of a partly used segment are cached but not reclaimable: PyTorch frees whole segments only.
+        # Idle blocks of a partly used segment are cached but not reclaimable, as PyTorch frees whole segments only.
         idle = held - (active or in_use) - (stuck or 0)
         return usage_of((held, in_use, max(0, idle), None, None, peak))
 
     def trim(self, device: Device) -> None:
-        """`torch.cuda.empty_cache()`, which frees every wholly unused segment on every device. Does nothing during a
-        graph capture."""
+        """Call `torch.cuda.empty_cache()`, which frees every wholly unused segment on every device; under the async
+        backend, also trim the driver pool. Does nothing during a graph capture."""
         torch = sys.modules.get("torch")
         if torch is None or not self._live(torch) or self.capturing():
             return
@@ -185,7 +186,7 @@ class Torch(resource.RmmClient):
 
         Torch stores the fraction without locking its allocator (`c10/cuda/CUDACachingAllocator.cpp`), and the next
         request that needs a segment reads the fraction. Some versions clear the old fraction before they store the new
-        one: between the two, an allocation on a thread without the GIL (autograd's) is not capped. Torch's own public
+        one. In between, an allocation on a thread without the GIL (autograd's) is not capped. Torch's own public
         function has the same gap.
         """
         if self._pools:
@@ -220,14 +221,14 @@ class Torch(resource.RmmClient):
             return round_up(size, PIECE)
         segment = GRANULE if size <= MIB else SEGMENT if size < 10 * MIB else round_up(size)
         torch, expandable = sys.modules.get("torch"), self._expandable
-        if expandable is None:  # not cached, because torch reports it only in a snapshot of all blocks
+        if expandable is None:  # `_set_now` has not stored the setting; reading it lists all blocks
             expandable = torch is not None and self._live(torch) and settings.expandable(torch)
         return max(segment, size) + SEGMENT if expandable else segment
 
     @resource.unless_rmm
     def drift(self) -> Sequence[Drift]:
         torch = sys.modules.get("torch")
-        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live` for speed
         if torch is None or not self._set or live is None or not live():
             return []
         if torch.cuda.get_allocator_backend() == "pluggable":
@@ -296,8 +297,8 @@ class Torch(resource.RmmClient):
         return sys.modules["torch"]
 
     def _replace(self, torch: Any, undo: Undo) -> None:
-        """Replace torch's setters, so that settings which the user makes later cannot exceed the cap. These are private
-        functions that all public ones call, because user code may already hold references to the public functions."""
+        """Replace torch's setters, so that settings which the user makes later cannot exceed the cap. Replaces private
+        functions, which all public ones call, because user code may already hold references to the public functions."""
         replaced = Replacements()
         undo.add(self.name, replaced.undo)
         self._raw_set = torch._C._cuda_setMemoryFraction
@@ -445,7 +446,7 @@ class Torch(resource.RmmClient):
     def _report_observed(self, ordinal: int, requested: int, allowed: int, free: int) -> None:
         uuid = next((uuid for uuid, number in (self._uuids or {}).items() if number == ordinal), None)
         if uuid in self._caps:
-            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # the user set a stricter fraction
+            own = allowed if allowed < self._caps[uuid] - SEGMENT else None  # the user's fraction, if stricter
             in_use, pooled = self._in_use(ordinal, requested)
             figures = {"cap": own, "free": free, "in_use": in_use, "pooled": pooled}
             self._report_refusal(None, uuid, requested, "observer", reclaimable=0, **figures)

@@ -53,8 +53,8 @@ class TorchArrays(Arrays):
                 raise self.refusal("it has no memory of its own", "hand over a real tensor")
             device = place.index if where == "cuda" else None
             view = new_view((address, tuple(x.shape), tuple(x.stride()), dtype, device, False))
-            # The offer holds `x.detach()` instead of `x`: assigning `x.data`, as `module.to(...)` does, gives `x` other
-            # memory, while the detached tensor keeps this memory alive.
+            # The offer holds `x.detach()` instead of `x`, because assigning `x.data`, as `module.to(...)` does, gives
+            # `x` other memory, while the detached tensor keeps this memory alive.
             stream = None if device is None else self.stream(device)
             return new_offer(("torch", view, x.detach(), stream, None, None, False))
         except (RuntimeError, ValueError) as error:  # a fake, functional or lazy tensor has no memory

@@ -1,9 +1,9 @@
 """Makes PyTorch and TensorFlow built for different major versions of CUDA work in one process.
 
-TensorFlow loads CUDA runtime symbols into the global scope. If those have another major version than torch's, torch's
-`cudaGetDeviceProperties` binds to them and misreads the struct (1 multiprocessor instead of 132). The process then dies
-of SIGFPE in torch's first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). Two load orders work,
-as measured with training and with exceptions that torch raises:
+TensorFlow loads CUDA runtime symbols into the global scope. If torch needs another major version, torch's calls of
+`cudaGetDeviceProperties` bind to TensorFlow's symbol and misread the struct (1 multiprocessor instead of 132). The
+process then dies of SIGFPE in torch's first matrix product (measured: TensorFlow for CUDA 12, torch for CUDA 13). Two
+load orders work, as measured with training and with exceptions that torch raises:
 
 - Before TensorFlow is loaded: load torch's own `libcudart` with RTLD_GLOBAL, so that the loader finds it first.
 - After TensorFlow and before torch: load torch's CUDA libraries with RTLD_DEEPBIND, so that they bind to torch's own
@@ -27,13 +27,14 @@ from memguard.errors import CapNotApplied
 
 
 def cure_installed() -> str | None:
-    """Call `cure` with the CUDA version of the installed PyTorch. None if PyTorch is built without CUDA."""
+    """Call `cure` with the CUDA version of the installed PyTorch, and return its result. None if PyTorch is built
+    without CUDA."""
     version = settings.cuda_version()
     return None if version is None else cure(version)
 
 
 def cure(cuda_version: str) -> str | None:
-    """Load torch's CUDA runtime by the load order that is still possible. `cuda_version` is torch's (`'13.0'`).
+    """Load torch's CUDA runtime in the load order that is still possible. Torch is built for `cuda_version` (`13.0`).
 
     Returns a sentence that names the loaded libraries; None if torch is already imported.
     """

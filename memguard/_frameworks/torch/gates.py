@@ -1,6 +1,6 @@
 """The functions of PyTorch that wait while the process is suspended.
 
-The names come from PyTorch's Python sources (2.13). The driver functions that they call are inferred from the names.
+The names come from PyTorch's Python sources (2.13). The driver functions in `why` are inferred from the names.
 Whether PyTorch releases the GIL in these calls is unknown. The functions of `torch._C` are optional: only CUDA builds
 have them.
 """
@@ -31,7 +31,7 @@ def _cuda(one: Any) -> bool:
 
 
 def freed_on_gpu(tensor: Any) -> bool:
-    """True if the tensor's memory is on a GPU or page-locked: freeing such memory may record a CUDA event."""
+    """True if the tensor's memory is on a GPU or page-locked, so that a free may record a CUDA event."""
     return bool(tensor.is_cuda or tensor.is_pinned())
 
 
@@ -47,7 +47,7 @@ _ASKS_NO_GPU = frozenset(
 
 def refusing(enter: Callable[[str], None]) -> AbstractContextManager[object]:
     """A context manager in which, on this thread, every function and operator with a GPU tensor first calls `enter`
-    with its name.
+    with the name of the function or operator.
 
     A `TorchFunctionMode` intercepts these calls from Python. Work that runs entirely in C++, such as a backward pass,
     also begins with a call from Python.

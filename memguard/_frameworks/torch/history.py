@@ -7,7 +7,7 @@ from typing import Any
 from memguard._base.types import TraceEvent
 
 ENTRIES = 200_000
-"""The most entries of a recording; PyTorch's own default is unbounded."""
+"""Maximum number of entries in a recording; PyTorch's default has no maximum."""
 
 
 def events(traces: list[list[dict[str, Any]]]) -> list[TraceEvent]:

@@ -11,7 +11,7 @@ _PROFILE = "torch.autograd.profiler"
 
 
 def _shares(modules: Modules, _: Objects) -> Iterator[str]:
-    """Count tensors shared with other processes, in PyTorch's cache of shared storages.
+    """Yield how many tensors are shared with other processes, according to PyTorch's cache of shared storages.
 
     The cache's key is (handle, offset) for another process's memory that this process has opened, the handle for memory
     that this process has exported, and a file name for host memory.
@@ -33,7 +33,7 @@ def _shares(modules: Modules, _: Objects) -> Iterator[str]:
 
 
 def _groups(modules: Modules, _: Objects) -> Iterator[str]:
-    """Count the NCCL process groups. Each group has a thread that polls CUDA events, even if the group is unused."""
+    """Yield how many NCCL process groups exist. Each group, even if unused, has a thread that polls CUDA events."""
     distributed = modules.get("torch.distributed.distributed_c10d")
     if distributed is None:
         return
@@ -48,7 +48,7 @@ def _captures(modules: Modules, _: Objects) -> Iterator[str]:
     torch = modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return
-    usual = torch.cuda.graph.default_capture_stream  # of all threads, as torch allows only one capture at a time
+    usual = torch.cuda.graph.default_capture_stream  # all threads share this stream
     if torch.cuda.is_current_stream_capturing() or (
         usual is not None and streams.capturing(usual.device_index, usual.cuda_stream)
     ):
@@ -73,7 +73,7 @@ def _profilers(modules: Modules, objects: Objects) -> Iterator[str]:
 def _free_workspaces(modules: Modules) -> None:
     """Free PyTorch's cuBLAS workspaces, as PyTorch's own tests do before they search for leaks.
 
-    Does nothing if a CUDA graph has a private pool: the graph may still use a workspace from before its capture.
+    Does nothing if a CUDA graph has a private pool, because the graph may use a workspace from before its capture.
     """
     torch = modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():

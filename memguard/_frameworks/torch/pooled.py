@@ -1,8 +1,8 @@
 """PyTorch in the shared pool, through its `cudaMallocAsync` backend, which allocates from the current pool.
 
 The backend cannot change after torch's import, so `prepare` selects it in the environment before the import (measured
-with torch 2.11). memguard attributes to torch all in-use bytes of the pool that no other framework counts: torch's own
-statistics describe the device's default pool with all its users.
+with torch 2.11). memguard attributes to torch all in-use bytes of the pool that no other framework counts, because
+torch's own statistics describe the device's default pool with all its users.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PooledTorch(Torch):
     def usage(self, device: Device) -> Usage | None:
         """The pool's in-use bytes that no other framework counts. None while torch is not live."""
         torch = sys.modules.get("torch")
-        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live`
+        live = getattr(getattr(torch, "cuda", None), "is_initialized", None)  # inlines `_live` for speed
         if live is None or not live() or device.uuid not in self._pools:
             return None
         in_use = self.shared_pool.remainder(device.uuid)

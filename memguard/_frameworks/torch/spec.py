@@ -21,7 +21,7 @@ SPEC = FrameworkSpec(
     # 344 with cuSOLVER. cuFFT adds 24 MiB, as in CuPy.
     modules=368 * MIB,
     workspace=384 * MIB,
-    # Two cuBLAS workspaces: a backward pass runs on its own thread, with its own cuBLAS handle.
+    # cuBLAS has two entries, because a backward pass runs on its own thread, with its own cuBLAS handle and workspace.
     first_uses=(
         ("cublas", 66 * MIB),
         ("cublas", 64 * MIB),
@@ -38,7 +38,7 @@ SPEC = FrameworkSpec(
             name="nccl",
             kind="count",
             default=0,
-            most=64,  # a larger number is a typing mistake: 64 communicators take 31 GiB
+            most=64,  # a larger number is a typing mistake, as 64 communicators take 31 GiB
             description="How many NCCL communicators torch.distributed keeps at once on each GPU: one for each "
             "process group that communicates. They lie outside torch's cap; reserve: auto keeps room for them.",
             elsewhere="it counts the communicators of torch.distributed",
@@ -77,7 +77,7 @@ SPEC = FrameworkSpec(
             "torch asks NVML for figures only after a request was refused",
             "NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator",
         ),
-        # Not certain: a failed allocation of page-locked memory also raises CUDA's error 2.
+        # Not certain, because a failed allocation of page-locked memory also raises CUDA's error 2.
         ErrorPattern("gpu", False, "error 2 of an early torch", r"cuda runtime error \(2\)"),
     ),
     figures=(
@@ -85,10 +85,10 @@ SPEC = FrameworkSpec(
         ("pooled", r"with ([\d.]+ \w+) allocated in private pools"),
         ("cached", r"([\d.]+ \w+) is reserved by PyTorch but unallocated"),
         ("free", r"total capacity of [\d.]+ \w+ of which ([\d.]+ \w+) is free"),
-        # The text of cudaMallocAsync's errors.
+        # Patterns for the error text of the backend cudaMallocAsync.
         ("in_use", r"Currently allocated\s*: ([\d.]+ \w+)"),
         ("free", r"Free \(according to CUDA\)\s*: ([\d.]+ \w+)"),
-        # The text of the errors of torch up to 2.0.
+        # Patterns for the error text of torch up to version 2.0.
         ("in_use", r"([\d.]+ \w+) already allocated"),
         ("held", r"([\d.]+ \w+) reserved in total by PyTorch"),
         ("free", r"already allocated; ([\d.]+ \w+) free"),
