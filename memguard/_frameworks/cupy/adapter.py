@@ -11,7 +11,7 @@ CuPy's pool class is compiled and its methods cannot be replaced, so memguard ca
 before each allocation that could exceed the cap, the adapter checks that the pool still has the limit that memguard
 set. If `set_allocator` selects another pool later, the new pool and the earlier ones share the cap.
 
-Before a request fails, the adapter asks the guard, which applies the budget, for memory (`_request_room`): the guard
+Before a request fails, the adapter asks the guard, which applies the budget, for memory (`_request_room`). The guard
 trims other frameworks on this GPU or raises this cap. The adapter holds no lock during that call. CuPy's own
 index of idle blocks shows the bytes that a trim would release (`blocks.py`).
 
@@ -50,8 +50,8 @@ from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 _MOST_SIZES = 4096
 """The maximum number of request sizes whose rounded sizes are cached."""
 _TRIES = 2
-"""The maximum number of `_request_room` calls for one allocation. The second call is for a request that fits under the
-raised cap, but that the driver refuses because the GPU has too little free memory."""
+"""The maximum number of `_request_room` calls for one allocation. After the first call the request fits in the cap, but
+the GPU may have too little free memory; the second call requests that memory."""
 _CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit, which a query of the null stream returns during a capture
 
 
@@ -246,7 +246,8 @@ class CuPy(Limits, resource.RmmClient):
             return []
         own = getattr(cupy.cuda.memory, "_get_thread_local_allocator", None)  # None if this CuPy lacks the function
         if own is not None and own() is not None:
-            # Within `cupy.cuda.using_allocator`, `get_allocator` reads only this thread's allocator: return the last result.
+            # Within `cupy.cuda.using_allocator`, `get_allocator` returns only this thread's allocator. So return the
+            # last result.
             return self._drifted
         self._drifted = self._drift(cupy)
         return self._drifted
@@ -373,7 +374,7 @@ class CuPy(Limits, resource.RmmClient):
         return allocate
 
     def _share(self, size: int) -> int:
-        """Return `whole_share(size)`, which is `size` rounded up to pages or to a share of a slab. Caches the result."""
+        """Return `whole_share(size)`, which is `size` rounded up to a share of a slab. Caches the result."""
         if len(self._shares) >= _MOST_SIZES:
             self._shares.clear()
         found = self._shares[size] = whole_share(size)

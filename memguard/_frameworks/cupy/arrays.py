@@ -1,4 +1,4 @@
-"""The exchange adapter of CuPy's arrays. CuPy imports another framework's array through DLPack."""
+"""The exchange adapter of CuPy's arrays: CuPy imports another framework's array through DLPack."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 `free_all_blocks` frees an idle block only if the block is unsplit. CuPy does not report the bytes of such blocks, but
 since 14.1 its single-GPU pool has an index of idle blocks for CuPy's own tests (`_debug_arena_get_index`). If the index
 is missing or has another form, `Blocks` returns None. CuPy does not free an idle block that a Python object references.
-So `Blocks` keeps no reference. It reads sizes and addresses in one C call, during which no other Python thread runs.
+So `Blocks` keeps no reference, and reads sizes and addresses in one C call, during which no other Python thread runs.
 
 The driver packs allocations of up to 1 MiB ("pieces") into 2 MiB slabs, and frees a slab with its last piece. CuPy's
 pool counts the pieces' bytes, not the slabs, and reports neither driver allocations nor frees. So `Pieces` records each
@@ -31,7 +31,7 @@ from memguard._devices import contexts
 from memguard._frameworks.driver_pages import SMALL, UNIT, DriverPages, Slabs
 
 MOST = 4096
-"""The maximum number of idle blocks to read (1.3 ms, measured with CuPy 14.2). Pools with more idle blocks are not read."""
+"""The maximum number of idle blocks to read (1.3 ms with CuPy 14.2). A pool with more idle blocks is not read."""
 FRESH = 0.1
 """Seconds for which a result is reused while the pool's held and used bytes are unchanged. The result expires because
 the idle blocks may change while these two totals do not."""

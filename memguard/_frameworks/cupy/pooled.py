@@ -201,7 +201,8 @@ class PooledCuPy(PooledCapped, CuPy):
 
     def _wrap_set_allocator(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
         """Return a replacement for CuPy's `set_allocator`. If the user sets an async pool, the replacement keeps
-        memguard's allocator, because both use the same driver pool. It warns immediately of any other allocator."""
+        memguard's allocator, because both use the same driver pool. For any other allocator, the replacement
+        warns immediately."""
 
         def set_allocator(allocator: Any = None) -> None:
             pool = getattr(allocator, "__self__", None)

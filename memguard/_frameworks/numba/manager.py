@@ -301,7 +301,7 @@ def capped(driver: Any) -> type:
 
 def _pending_frees(driver: Any) -> type:
     class Pending(driver._PendingDeallocs):  # type: ignore[misc]
-        """Numba's queue of pending frees. Each `clear` records one set of CUDA events for all blocks it pools."""
+        """Numba's queue of pending frees. Each `clear` records one set of CUDA events for the blocks that it pools."""
 
         def __init__(self, manager: Any) -> None:
             super().__init__()
@@ -366,8 +366,7 @@ def _record() -> Sequence[Mark] | None:
 
 
 def _at_rest(context: Any) -> bool:
-    """True if all work on the context's legacy default stream is done. False if the context is not the one that
-    memguard has cached as the GPU's primary context. Raises DeviceError if the query would break a capture, or if CUDA
-    refuses."""
+    """True if all work on the context's legacy default stream is done. False if memguard has cached another context as
+    the GPU's primary context. Raises DeviceError if the query would break a capture, or if CUDA refuses."""
     ordinal = int(context.device.id)
     return contexts.primary(ordinal) == handle_of(context) and bool(streams.quick_idle(ordinal, streams.LEGACY, None))

@@ -186,7 +186,7 @@ class Pool:
             pass
 
     def tidy(self) -> None:
-        """Remove from the queues the blocks that the driver has freed. Otherwise later requests remove them."""
+        """Remove from the queues the blocks that the driver has freed. `take` would remove them later."""
         for queue in list(self._ready.values()):
             queue[:] = [block for block in queue if block.state is READY]
 

@@ -583,8 +583,8 @@ class PyCUDA(Framework):
     def _pools(self, uuid: str) -> list[Pool]:
         """The pools on this GPU, except those of destroyed contexts.
 
-        Every usage reading calls this method. To save time, it does not check whether the primary context still exists,
-        because the other frameworks keep that context alive.
+        Every usage reading calls this method. To save time, the method does not check whether the primary context still
+        exists, because the other frameworks keep that context alive.
         """
         pools = [pool for pool in list(self._own.values()) if pool.uuid == uuid]
         if pools:

@@ -63,7 +63,7 @@ class Pool:
         self._allocate = raw.allocate
         self._set_aside = SetAsideBlocks(raw.allocate)
         self.wanted = 0
-        """The idle bytes that another thread needs but cannot free. The adapter frees them on a suitable thread."""
+        """Idle bytes that another thread needs but cannot free. The adapter frees these bytes on a suitable thread."""
         self._bins: dict[int, Bin] = {}
         self._bin_at: dict[int, Bin] = {}
         self._ids: dict[int, int | None] = {}
@@ -177,7 +177,7 @@ class Pool:
         self.free_held(allocation=allocation)
 
     def close(self) -> None:
-        """Disable `hit` for all sizes, until `open` enables it for a size."""
+        """Disable `hit` for all sizes, until `open` enables `hit` for a size."""
         self._ready = {}
 
     def open(self, size: int, bin_size: int) -> None:

@@ -85,7 +85,7 @@ class RmmClient(Framework):
         return self._rmm.drift() if self._rmm is not None else []
 
     def _limit_rmm(self, caps: Mapping[str, int], undo: Undo, ordinals: Mapping[str, int] | None = None) -> Applied:
-        """Limit RMM, which is the framework's allocator, and return the result of `apply`. `ordinals`: each GPU's CUDA
+        """Limit RMM, which is the framework's allocator, and return the `Applied` result. `ordinals`: each GPU's CUDA
         ordinal by UUID, if known."""
         found = _ordinals(self.name, self.host) if ordinals is None else ordinals
         self._rmm, applied = apply(self.name, caps, found, undo)
@@ -127,8 +127,8 @@ def _ordinals(framework: str, host: Host) -> dict[str, int]:
 
 
 def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], undo: Undo) -> tuple[Limit, Applied]:
-    """Limit RMM's resource on every GPU with a cap, and return the limit. If one of these resources cannot be limited,
-    limit none: memguard then only reports RMM's usage, and `Applied.notes` gives the reason."""
+    """Limit RMM's resource on every GPU with a cap, and return the limit and the `Applied` result. If one of these
+    resources cannot be limited, limit none; memguard then only reports RMM's usage, and `Applied.notes` says why."""
     import rmm
 
     for uuid, ordinal in ordinals.items():
