@@ -11,7 +11,7 @@ CuPy's pool class is compiled and its methods cannot be replaced, so memguard ca
 before each allocation that could exceed the cap, the adapter checks that the pool still has the limit that memguard
 set. If `set_allocator` selects another pool later, the new pool and the earlier ones share the cap.
 
-Before a request fails, the adapter asks the guard, which applies the budget, for memory (`_request_room`): the guard
+Before a request fails, the adapter asks the guard, which applies the budget, for memory (`_request_room`). The guard
 trims other frameworks on this GPU or raises this cap. The adapter holds no lock during that call. CuPy's own
 index of idle blocks shows the bytes that a trim would release (`blocks.py`).
 
@@ -50,20 +50,20 @@ from memguard.errors import CapNotApplied, ConflictingSetting, DeviceError
 _MOST_SIZES = 4096
 """The maximum number of request sizes whose rounded sizes are cached."""
 _TRIES = 2
-"""The maximum number of `_request_room` calls for one allocation: the first for a request above the cap, the second if
-the GPU then has too little free memory."""
-_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
+"""The maximum number of `_request_room` calls for one allocation. After the first call the request fits in the cap, but
+the GPU may have too little free memory; the second call requests that memory."""
+_CAPTURE_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit, which a query of the null stream returns during a capture
 
 
 class CuPy(Limits, resource.RmmClient):
-    """Caps the `MemoryPool` that is CuPy's allocator when the cap is applied: by default CuPy's default pool."""
+    """Caps the `MemoryPool` that is CuPy's allocator when `apply` runs, by default CuPy's default pool."""
 
     spec = SPEC
 
     def __init__(self, host: Any) -> None:
         super().__init__(host)
         self._blocks = blocks.Blocks()
-        # By ordinal, the last computation of `_reclaimable`: held bytes, used bytes, time, result.
+        # By CUDA ordinal, the last call of `_reclaimable`, as a tuple (held bytes, used bytes, time, result).
         self._idle: dict[int, tuple[int, int, float, int | None]] = {}
         self._allocate: Callable[[int], Any] | None = None
         self._gc_replacement: GcReplacement | None = None
@@ -113,7 +113,8 @@ class CuPy(Limits, resource.RmmClient):
         return Applied(Enforcement.ENFORCED)
 
     def usage(self, device: Device) -> Usage | None:
-        """Usage from the pool's `total_bytes` (0.15 µs) and `used_bytes`. Reads idle blocks only if the two differ."""
+        """Return CuPy's usage of the GPU, from the pool's `total_bytes` (0.15 µs) and `used_bytes`. Reads the pool's
+        idle blocks only if these two values differ."""
         cupy: Any = sys.modules.get("cupy")
         if cupy is None or getattr(getattr(cupy, "__spec__", None), "_initializing", False):  # `_imported`, inlined
             return None
@@ -125,7 +126,7 @@ class CuPy(Limits, resource.RmmClient):
             return None
         if cupy.cuda.get_allocator() is not self._allocate and self._swapped_for(cupy) is not None:
             with contexts.pushed(ordinal) as there:
-                return Usage(None, None) if there else None  # the user's allocator does not report its bytes
+                return Usage(None, None) if there else None  # unknown, because the user's allocator reports no bytes
         if self._rmm is not None:
             return self._rmm.usage(device.uuid)
         total = self._totals_here(ordinal) if here == ordinal else self._totals(ordinal)
@@ -136,7 +137,8 @@ class CuPy(Limits, resource.RmmClient):
         return usage_of((held, used, idle, None, None, None))
 
     def _reclaimable(self, uuid: str, ordinal: int, held: int, used: int) -> int | None:
-        """The bytes that a trim would release; None if unknown. Reuses a recent result."""
+        """The bytes that a trim would release; None if unknown. Reuses the last result for `blocks.FRESH` seconds while
+        `held` and `used` are unchanged."""
         now, last = time.monotonic(), self._idle.get(ordinal)
         if last is not None and last[0] == held and last[1] == used and now - last[2] < blocks.FRESH:
             return last[3]
@@ -164,8 +166,8 @@ class CuPy(Limits, resource.RmmClient):
         return found
 
     def trim_partly(self, device: Device, needed: int) -> None:
-        """Release at least `needed` bytes: free the idle blocks of some streams, or trim an async pool to a smaller
-        size. If neither is possible, call `trim`."""
+        """Release at least `needed` bytes by freeing the idle blocks of some streams, or by trimming a
+        `MemoryAsyncPool` to a smaller size. If neither is possible, call `trim`."""
         cupy = _imported()
         ordinal = self._by_uuid().get(device.uuid) if cupy is not None and contexts.initialised() else None
         if ordinal is None:
@@ -182,8 +184,8 @@ class CuPy(Limits, resource.RmmClient):
             self.trim(device)
 
     def _trim_to(self, cupy: Any, pool: Any, ordinal: int, needed: int) -> bool:
-        """Trim the driver pool of a `MemoryAsyncPool` on the current GPU to release only `needed` bytes. False if CuPy
-        has no handle of the pool, or the driver refuses."""
+        """Trim the driver pool of a `MemoryAsyncPool` on the current GPU to release only `needed` bytes. Returns False
+        if CuPy has no handle of the driver pool, or if the driver refuses to trim."""
         handles = getattr(pool, "_pools", None)  # the driver's pool handles, by ordinal
         if not isinstance(handles, list) or ordinal >= len(handles):
             return False
@@ -244,7 +246,8 @@ class CuPy(Limits, resource.RmmClient):
             return []
         own = getattr(cupy.cuda.memory, "_get_thread_local_allocator", None)  # None if this CuPy lacks the function
         if own is not None and own() is not None:
-            # Within `cupy.cuda.using_allocator`, CuPy reports only this thread's allocator: return the last result.
+            # Within `cupy.cuda.using_allocator`, `get_allocator` returns only this thread's allocator. So return the
+            # last result.
             return self._drifted
         self._drifted = self._drift(cupy)
         return self._drifted
@@ -298,8 +301,8 @@ class CuPy(Limits, resource.RmmClient):
         get_device, refusal, count, seen = cupy.cuda.runtime.getDevice, cupy.cuda.memory.OutOfMemoryError, 0, set[int]()
 
         def malloc_and_limit(size: int) -> Any:
-            """Call the pool's `malloc`. Before the first allocation on a GPU, set the pool's limit there. Used until
-            CuPy has allocated on all GPUs."""
+            """Call the pool's `malloc`. Before the first allocation on a GPU, set the pool's limit there. Once CuPy
+            has allocated on all GPUs, the pool's own `malloc` replaces this function."""
             nonlocal count, malloc, total_bytes, get_limit
             count = count or _device_count(cupy)
             ordinal = get_device()
@@ -318,8 +321,8 @@ class CuPy(Limits, resource.RmmClient):
         malloc = malloc_and_limit
 
         def refused(error: MemoryError, size: int, rounded: int) -> Any:
-            """Retry a refused request. If every retry fails, report the refusal and return None: the caller then raises
-            `error`."""
+            """Retry a request that the pool refused, and return its memory. If every retry fails, report the refusal
+            and return None; the caller then raises `error`."""
             if not isinstance(error, refusal):
                 return None
             ordinal = get_device()
@@ -332,12 +335,12 @@ class CuPy(Limits, resource.RmmClient):
                 self._report_refusal_on(attach_size(error, size), ordinal, size)
             return memory
 
-        # Each allocation runs `allocate`, and each closure variable slows it. So `allocate` reads rarely used functions
-        # from `self`.
+        # Each allocation runs `allocate`, and each closure variable slows that call. So `allocate` reads rarely used
+        # functions from `self`.
         def allocate(size: int) -> Any:
             """CuPy's allocator under a memguard budget. Rounds the size up to driver pages; the pool enforces the
             limit."""
-            # `whole_share` is inlined for speed; `_share` computes only small sizes that are not yet cached.
+            # Rounds as `whole_share` does, but inline for speed. Calls `_share` only for small sizes not yet cached.
             if size > SMALL:
                 if get_limit() != self._limit:
                     self._enforce_limit(_device_here())
@@ -371,15 +374,15 @@ class CuPy(Limits, resource.RmmClient):
         return allocate
 
     def _share(self, size: int) -> int:
-        """Return `whole_share(size)`, and cache it."""
+        """Return `whole_share(size)`, which is `size` rounded up to a share of a slab. Caches the result."""
         if len(self._shares) >= _MOST_SIZES:
             self._shares.clear()
         found = self._shares[size] = whole_share(size)
         return found
 
     def _record_piece(self, memory: Any) -> None:
-        """Record the driver allocation of a small request that changed the pool's total, on this thread's current
-        GPU."""
+        """Record the driver allocation that contains `memory`, after a small request changed the pool's total on this
+        thread's current GPU."""
         pieces = self._pieces.get(_device_here())
         if pieces is not None:
             pieces.took(memory.ptr)
@@ -429,8 +432,8 @@ class CuPy(Limits, resource.RmmClient):
         return None
 
     def _install_collector(self, memory: Any) -> None:
-        """Install `GcReplacement` if CuPy holds no lock during garbage collection. That is so in the versions that have
-        the index of idle blocks."""
+        """Install `GcReplacement` if CuPy holds no lock during garbage collection, as in every version with the index
+        of idle blocks."""
         one = getattr(memory, "SingleDeviceMemoryPool", None)
         if vars(memory).get("gc") is gc and hasattr(one, blocks.INDEX) and self._allocate is not None:
             self._gc_replacement = GcReplacement(self._make_room_first, self._allocate.__code__)
@@ -439,8 +442,8 @@ class CuPy(Limits, resource.RmmClient):
     def _make_room_first(self, size: int, rounded: int, full: bool) -> bool:
         """Make memory available before CuPy runs Python's garbage collector. Returns True on success.
 
-        `full`: the driver refused the request; otherwise the pool's limit did. First frees the pool's own idle blocks,
-        because for a request above the limit CuPy frees them only after the garbage collection.
+        `full`: True if the driver refused the request, False if the pool's limit did. First frees the pool's own
+        idle blocks, because for a request above the limit CuPy frees these only after the garbage collection.
         """
         if self.on_shortage is None or self.capturing():
             return False
@@ -455,9 +458,11 @@ class CuPy(Limits, resource.RmmClient):
         return shortage is not None and self._request_room(shortage)
 
     def _shortage(self, ordinal: int, pool: Any, size: int, rounded: int, full: bool | None = None) -> Shortage | None:
-        """Describe the shortage of a refused request. None if memory of other frameworks cannot help: if this GPU has
-        no cap, if the user's limit is stricter than the cap, or if `pool` is an earlier pool. The pool has already
-        freed its unsplit idle blocks.
+        """Describe the shortage of a refused request. Returns None if this GPU has no cap, if the user's limit is
+        stricter than the cap, or if `pool` is an earlier pool, because memory of other frameworks then cannot help.
+
+        The pool has already freed its unsplit idle blocks. `full`: True if the driver refused the request, False if
+        the pool's limit did, None to compute this from the pool's total and limit.
         """
         uuid = self._uuid(ordinal)
         own, limit = self._limited.get(ordinal, (0, 0))
@@ -516,7 +521,8 @@ class CuPy(Limits, resource.RmmClient):
         replaced.put(cupy.cuda, "using_allocator", using_allocator)
 
     def _switch_pool(self, cupy: Any, pool: Any, allocator: Callable[[int], Any]) -> None:
-        """Make `pool` the capped pool. Its limit is the cap minus the bytes that earlier pools still hold."""
+        """Make `pool` the capped pool. The pool's limit is the cap minus the bytes that earlier pools still hold.
+        `allocator` is the pool's `malloc`, as passed by the user."""
         with self._lock:
             if pool is self._pool:
                 capped = self._allocate
@@ -600,8 +606,8 @@ class CuPy(Limits, resource.RmmClient):
 
 
 def _pool_of(memory: Any) -> Any:
-    """The single-GPU pool that allocated `memory`. Its `total_bytes()` takes 40 ns instead of the `MemoryPool`'s
-    150 ns. None if this CuPy lacks the attribute."""
+    """The single-GPU pool that allocated `memory`; None if this CuPy does not expose that pool. `total_bytes()` takes
+    40 ns on the single-GPU pool, and 150 ns on the `MemoryPool`."""
     reference = getattr(getattr(memory, "mem", None), "pool", None)
     pool = reference() if isinstance(reference, weakref.ref) else None
     needed = ("malloc", "total_bytes", "get_limit")

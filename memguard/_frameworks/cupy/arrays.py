@@ -15,7 +15,7 @@ from memguard._frameworks.arrays.view import NO_FLOAT8, View, new_view
 
 
 class CuPyArrays(Arrays):
-    """Offers, imports and copies `cupy.ndarray` objects."""
+    """Exports, imports and copies `cupy.ndarray` objects for `memguard.exchange`."""
 
     traits: ClassVar[Traits] = Traits("cupy", NO_FLOAT8, Layout.FORWARD)
     module: ClassVar[str] = "cupy"

@@ -3,12 +3,12 @@
 `free_all_blocks` frees an idle block only if the block is unsplit. CuPy does not report the bytes of such blocks, but
 since 14.1 its single-GPU pool has an index of idle blocks for CuPy's own tests (`_debug_arena_get_index`). If the index
 is missing or has another form, `Blocks` returns None. CuPy does not free an idle block that a Python object references.
-So `Blocks` keeps no reference: one C call reads sizes and addresses, and no other Python thread runs meanwhile.
+So `Blocks` keeps no reference, and reads sizes and addresses in one C call, during which no other Python thread runs.
 
 The driver packs allocations of up to 1 MiB ("pieces") into 2 MiB slabs, and frees a slab with its last piece. CuPy's
 pool counts the pieces' bytes, not the slabs, and reports neither driver allocations nor frees. So `Pieces` records each
-piece by address: a small request made a driver allocation if the pool's total grew, and a recorded piece was freed if
-the driver reports another allocation id at its address.
+piece by address. A small request made a driver allocation if the pool's total grew. A recorded piece was freed if the
+driver reports another allocation id at the piece's address.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from memguard._devices import contexts
 from memguard._frameworks.driver_pages import SMALL, UNIT, DriverPages, Slabs
 
 MOST = 4096
-"""The maximum number of idle blocks to read (1.3 ms, measured with CuPy 14.2). For a pool with more, return None."""
+"""The maximum number of idle blocks to read (1.3 ms with CuPy 14.2). A pool with more idle blocks is not read."""
 FRESH = 0.1
-"""Seconds for which a result is reused while the pool's held and used bytes are unchanged: the blocks may change even
-so."""
+"""Seconds for which a result is reused while the pool's held and used bytes are unchanged. The result expires because
+the idle blocks may change while these two totals do not."""
 _WITHIN = 0.02
 """The maximum seconds to wait while another thread reads the index."""
 _FULL = GRANULE - 16 * UNIT
@@ -44,7 +44,7 @@ _block = itemgetter(1)
 _figures = attrgetter("size", "mem.size", "mem.ptr")
 _COLLECTS_ANYWHERE = sys.version_info < (3, 12)
 """True if Python may run the garbage collector within a C call. A finalizer that allocates from CuPy would then
-deadlock, because its own thread holds the pool's lock."""
+deadlock, because the finalizer's thread already holds the pool's lock."""
 
 
 class Blocks:
@@ -100,7 +100,8 @@ class Blocks:
         return None
 
     def _streams(self, one: Any) -> list[int]:
-        """The streams with blocks in the pool. Reading the index of any other stream would create that index."""
+        """The handles of the streams that have an index of idle blocks in the pool. Reading the index of any other
+        stream would create that index."""
         for part in gc.get_referents(one):
             if type(part) is dict:
                 refs = list(part.items())
@@ -109,8 +110,8 @@ class Blocks:
         return []
 
     def _rows(self, one: Any, streams: Iterable[int] | None = None) -> list[tuple[int, int, int]] | None:
-        """For each idle block its size, the size of the whole driver block, and its address. None if the index cannot
-        be read at present."""
+        """For each idle block of `streams` (default: all), the block's size, and the size and address of the driver
+        allocation that contains the block. None if the index cannot be read at present."""
         streams = self._streams(one) if streams is None else streams
         try:
             done = self._locked.run(_read, _WITHIN, getattr(one, INDEX), streams)
@@ -170,7 +171,8 @@ class Pieces:
         self._total = 0
 
     def took(self, address: int) -> None:
-        """Record the driver allocation that starts at this address, if it is small. Call after the pool has grown."""
+        """Record the driver allocation that starts at this address, if its size is at most `SMALL`. Call after the
+        pool has grown."""
         start, size = contexts.allocation(address) or (0, 0)
         number = contexts.buffer(address) if start == address and size <= SMALL else None
         if number is not None:
@@ -190,13 +192,13 @@ class Pieces:
             return self._pages.known(address)
 
     def drop_freed(self, total: int) -> None:
-        """Stop counting freed pieces. Queries the driver (0.5 µs per piece) only if the pool's total changed or new
-        pieces are queued."""
+        """Stop counting freed pieces. Queries the driver (0.5 µs per piece) only if `total`, the pool's
+        `total_bytes()`, has changed since the last call or new pieces are queued."""
         if total == self._total and not self._new:
             return
         with self._lock:
             if self._dropping:
-                return  # this call has interrupted `drop_freed`, which continues
+                return  # a signal handler or finalizer has interrupted `drop_freed`, which continues afterwards
             self._dropping = True
             try:
                 self._drop_freed(total)

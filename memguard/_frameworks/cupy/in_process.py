@@ -9,7 +9,7 @@ from memguard._devices import contexts
 from memguard._frameworks.optional_modules import InProcess, Modules, Objects, Question, count
 
 _COMMUNICATORS = "cupyx.distributed._nccl_comm"
-_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit: the null stream cannot be queried during a capture
+_IMPLICIT = 906  # cudaErrorStreamCaptureImplicit, which a query of the null stream returns during a capture
 
 
 def _groups(_: Modules, objects: Objects) -> Iterator[str]:

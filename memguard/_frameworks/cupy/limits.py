@@ -30,15 +30,16 @@ class Limits(Framework):
         self._caps: dict[str, int] = {}
         self._limited: dict[
             int, tuple[int, int]
-        ] = {}  # by ordinal: the user's limit of the pool, and the limit that memguard set
+        ] = {}  # by CUDA ordinal, as a tuple (limit that the user set on the pool, limit that memguard set)
         self._pieces: dict[int, Pieces] = {}
         self._ordinals: dict[str, int] = {}
         self._pool: Any = None
         # Earlier pools, each with a dictionary like `_limited`.
         self._former: list[tuple[Any, dict[int, tuple[int, int]]]] = []
-        # `_limit`: the limit, if it is the same on all GPUs of `_limited`. `_safe`: while the pool's total is at most
-        # this, a small request cannot exceed that limit, so `allocate` skips the check. If the limits differ, both are
-        # -1 and each request is checked. Until the first GPU is limited, no check is needed.
+        # `_limit`: the limit that all GPUs of `_limited` share; -1 if their limits differ. `_safe`: while the pool's
+        # total is at most `_safe`, no small request can exceed `_limit`, so `allocate` does not read the pool's limit.
+        # If the limits differ, `_safe` is -1, and each request reads the limit. Before the first GPU is limited,
+        # `_safe` is `sys.maxsize`.
         self._limit, self._safe = -1, sys.maxsize
 
     def _limit_here(self, cupy: Any, ordinal: int, _: Any = None) -> None:
@@ -57,7 +58,7 @@ class Limits(Framework):
             if 0 < before < cap:
                 self._add_note(f"cupy: its own limit of {format_size(before)} is stricter than the cap and stays")
                 cap = before
-            elif before > cap:  # set before memguard could read it; warn, do not fail the allocation
+            elif before > cap:  # memguard could not read this limit earlier, so warn instead of raising
                 self._warn(f"cupy: its own limit of {format_size(before)} is looser than the cap, so the cap holds")
             self._pool.set_limit(size=cap)
             found = self._pool.get_limit()
@@ -105,9 +106,10 @@ class Limits(Framework):
         self._warn(f"cupy: MemoryPool.set_limit asks for {size} on cuda:{ordinal}: its cap of {format_size(cap)} holds")
 
     def _held_by_former_pools(self, ordinal: int) -> int:
-        """The bytes that earlier pools hold on the GPU. Also limits each earlier pool to its held bytes."""
+        """Free the idle blocks of earlier pools on the GPU, limit each pool to the bytes that it still holds, and
+        return the sum of these bytes."""
         held = 0
-        idle = bool(self._former) and not self.capturing()  # freeing memory would break the capture
+        idle = bool(self._former) and not self.capturing()  # a free during a capture would break the capture
         for pool, limited in self._former:
             if idle:
                 with contexts.capture_safe():
@@ -170,12 +172,14 @@ class Limits(Framework):
         )
 
     def _call_on_device(self, ordinal: int, call: Callable[[Any], Any], pool: Any = None) -> Any:
-        """Run `call` with `pool`, by default the current pool, on a GPU. None if the GPU has no CUDA context."""
+        """Return `call(pool)`, run in the GPU's CUDA context; None if the GPU has no context. `pool` defaults to
+        `_queried_pool`."""
         with contexts.pushed(ordinal) as there:
             return call(self._queried_pool(sys.modules["cupy"]) if pool is None else pool) if there else None
 
     def _queried_pool(self, cupy: Any) -> Any:
-        """The capped pool; without one, the pool that is CuPy's allocator; else CuPy's default pool."""
+        """The capped pool. If no pool is capped, the pool that is CuPy's allocator. If the allocator is not a pool,
+        CuPy's default pool."""
         pool = self._pool or getattr(cupy.cuda.get_allocator(), "__self__", None)
         known = isinstance(pool, (cupy.cuda.MemoryPool, cupy.cuda.MemoryAsyncPool))
         return pool if known else cupy.get_default_memory_pool()

@@ -5,8 +5,8 @@ CuPy's own `MemoryAsync` allocates from the GPU's current driver pool. memguard 
 `used_bytes` and `total_bytes` include the other frameworks' memory. CuPy allocates on its current stream and frees on
 the same stream. memguard counts the bytes of CuPy's live allocations, rounded as CuPy rounds them.
 
-After the driver refuses a request, the allocator synchronises CuPy's stream and retries, as CuPy's own async pool does:
-after the synchronisation, the blocks freed on that stream are available.
+After the driver refuses a request, the allocator synchronises CuPy's stream and retries, as CuPy's own async pool does,
+because the synchronisation makes the blocks freed on that stream available.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class PooledCuPy(PooledCapped, CuPy):
         return Applied(Enforcement.ENFORCED)
 
     def usage(self, device: Device) -> Usage | None:
-        """The bytes of CuPy's live allocations; cached memory belongs to the shared pool. None before CuPy's first
-        allocation on the GPU."""
+        """Return the bytes of CuPy's live allocations as held and used. Idle memory belongs to the shared pool and is
+        not included. None before CuPy's first allocation on the GPU."""
         if not self._live_sizes:
             return None
         live = self._live_sizes.get(self._by_uuid().get(device.uuid, -1))
@@ -135,7 +135,7 @@ class PooledCuPy(PooledCapped, CuPy):
                 else:
                     self._ends()
 
-            def _ends(self) -> None:  # runs before CuPy's free, after which the address may be reused
+            def _ends(self) -> None:  # runs before CuPy's free, because the address may be reused after the free
                 if self._among is not None:
                     self._among.pop(self.ptr, None)
                 inherited = getattr(super(), "__del__", None)
@@ -191,7 +191,7 @@ class PooledCuPy(PooledCapped, CuPy):
                 return memory
             if not self._request_room(self._shortage_on(uuid, size, self._caps)):
                 break
-        raise self._refusal(cupy, uuid, size)  # a local variable for the error would keep it alive
+        raise self._refusal(cupy, uuid, size)  # a variable and the traceback would form a cycle, and keep arrays alive
 
     def _refusal(self, cupy: Any, uuid: str, size: int) -> BaseException:
         """Create CuPy's own error, and report the refusal."""
@@ -200,8 +200,9 @@ class PooledCuPy(PooledCapped, CuPy):
         return self._with_reported_refusal(uuid, error, size, self._caps)
 
     def _wrap_set_allocator(self, original: Callable[..., None], cupy: Any) -> Callable[..., None]:
-        """Replace `set_allocator`: if the user sets an async pool, keep memguard's allocator, as both use the same
-        driver pool. Warn immediately of any other allocator."""
+        """Return a replacement for CuPy's `set_allocator`. If the user sets an async pool, the replacement keeps
+        memguard's allocator, because both use the same driver pool. For any other allocator, the replacement
+        warns immediately."""
 
         def set_allocator(allocator: Any = None) -> None:
             pool = getattr(allocator, "__self__", None)
@@ -232,5 +233,5 @@ class PooledCuPy(PooledCapped, CuPy):
 
 
 def _total(live: dict[int, int]) -> int:
-    """The sum of the sizes. Atomic, because `sum` over the values is one C call."""
+    """The sum of the sizes in `live`. Atomic, because `sum` over the values is one C call."""
     return sum(live.values())

@@ -16,7 +16,7 @@ from memguard._frameworks.numba.pool import PENDING, USED, Block, BlockOwner
 class Figures:
     """The byte counts of one memory manager. Callers hold the lock, except for `count_ended` and appends to `freed`.
 
-    `count_ended` and `count_used` make no call between their changes of the counts, hence are atomic: a finalizer or
+    `count_ended` and `count_used` make no call between their changes of the counts, hence are atomic, so a finalizer or
     signal handler that allocates reads consistent counts. Blocks that the driver freed are counted until the next
     `apply`.
     """

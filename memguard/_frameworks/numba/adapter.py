@@ -1,8 +1,8 @@
 """Caps Numba by a memory manager (EMM plugin) that checks the cap at each allocation and pools freed blocks.
 
-Measured: the plugin must be set before Numba creates its context. Numba itself has no pool: each array is one driver
+Measured: the plugin must be set before Numba creates its context. Numba itself has no pool; each array is one driver
 allocation. Numba defers frees until more than ten frees, or more than a fifth of the GPU's memory, are pending. The cap
-applies to the driver's pages, including those of pending frees and of pooled blocks. `Device.reset()` destroys the
+applies to the driver's pages, including the pages of pending frees and of pooled blocks. `Device.reset()` destroys the
 memory of every framework.
 
 The `device` of a Numba context may have the type `CUdevice`, a number type or Numba's own type, depending on the code
@@ -94,7 +94,7 @@ class Numba(resource.RmmClient):
                 "it was live before memguard.init(): its context keeps its memory manager",
                 "call memguard.init() before Numba's first array or kernel",
             )
-        from memguard._frameworks.numba import watch  # this module needs an imported Numba
+        from memguard._frameworks.numba import watch  # imported late, because `watch` needs Numba
         from memguard._frameworks.numba.manager import capped
 
         manager: Any = type(live[0]) if live else capped(driver)  # reuse the class of an earlier budget
@@ -178,7 +178,7 @@ class Numba(resource.RmmClient):
             if pending is not None and uuid_of(context) == device.uuid:
                 with contexts.pushed(int(context.device.id)) as there:
                     if there and isinstance(manager, self._manager or ()):
-                        with manager.group.lock:  # a concurrent allocation may also carry out pending frees
+                        with manager.group.lock:  # because a concurrent allocation may also carry out pending frees
                             got = manager.trim_partly(needed)
                         needed = None if needed is None else needed - got
                     elif there:
@@ -200,7 +200,7 @@ class Numba(resource.RmmClient):
         return None
 
     def uncounted(self) -> str | None:
-        if not hasattr(sys.modules.get(ARRAYS), "_to_strided_memory_view"):  # as in numba-cuda 0.30.4
+        if not hasattr(sys.modules.get(ARRAYS), "_to_strided_memory_view"):  # present in numba-cuda 0.30.4
             return None
         return "copies of host arrays given to numba's kernels; cuda.to_device counts them"
 
@@ -245,7 +245,7 @@ class Numba(resource.RmmClient):
 
 
 def _free_pooled(groups: Mapping[str, ManagerGroup]) -> None:
-    """Free all pooled blocks. Logs errors instead of raising: a block that the driver cannot free stays allocated."""
+    """Free all pooled blocks. Logs errors instead of raising; a block that the driver cannot free stays allocated."""
     for group in list(groups.values()):
         with group.lock, contexts.capture_safe():
             for manager in group.all():

@@ -20,7 +20,7 @@ from memguard._frameworks.arrays.view import NUMPY_DTYPES, View
 
 
 class NumbaArrays(Arrays):
-    """Offers, imports and copies the device arrays of `numba.cuda`."""
+    """Exports, imports and copies the device arrays of `numba.cuda` for `memguard.exchange`."""
 
     traits: ClassVar[Traits] = Traits("numba", NUMPY_DTYPES, Layout.FORWARD, repeats=False, strided=False)
     module: ClassVar[str] = "numba"

@@ -29,8 +29,8 @@ def handle_of(context: Any) -> int:
 def uuid_of(context: Any) -> str:
     """The UUID of a context's GPU; "" if unknown.
 
-    `context.device` is Numba's own device object, or the one that the creator of the context passed: cuda-python's
-    `CUdevice`, a ctypes integer or a plain integer. Each of these contains CUDA's ordinal.
+    `context.device` is Numba's own device object, or the object that the creator of the context passed (cuda-python's
+    `CUdevice`, a ctypes integer or a plain integer). Each of these contains CUDA's ordinal.
     """
     device = context.device
     try:

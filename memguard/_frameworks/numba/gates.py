@@ -1,8 +1,8 @@
 """Lists the Numba functions that memguard makes wait while the process is suspended.
 
 Numba calls the driver through attributes of one `Driver` object. `Driver.__getattr__` creates an attribute when it is
-first used. So the gate covers every existing attribute, and `Driver.__getattr__` for the others. Numba frees memory,
-events, streams and modules in batches (`_PendingDeallocs.clear`), also in finalizers; the gate defers this function
+first used. So the table lists every existing attribute, and `Driver.__getattr__` for the others. Numba frees memory,
+events, streams and modules in batches (`_PendingDeallocs.clear`), also in finalizers; memguard defers this function
 until the process resumes.
 """
 

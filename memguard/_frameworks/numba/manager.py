@@ -3,8 +3,8 @@
 Finalizers run at any time and on any thread, even inside `memalloc` on the same thread. So they take no lock: they
 change a block's state and the bytes in use, and append the block to the pool or to the freed blocks. A signal handler,
 or a finalizer that allocates, may run within another allocation. So a request's bytes are reserved before the driver
-call, and a block always has exactly one owner. A Ctrl-C leaks no block, because the block's `Memory` frees it. Numba's
-own code can leak memory, also without memguard: if a Ctrl-C comes between a driver call and the use of the
+call, and a block always has exactly one owner. A Ctrl-C leaks no block, because the array's `Memory` object frees it.
+Numba's own code can leak memory, even without memguard, if a Ctrl-C comes between a driver call and the use of the
 result, or before the first statement of an array's finalizer.
 """
 
@@ -100,7 +100,7 @@ def capped(driver: Any) -> type:
                     if more <= 0 or holds_lock(self.group.lock) or not framework.room_for(error, self.uuid, size):
                         framework.report_refusal(error, self.uuid, size)
                         raise
-                more -= 1  # after the `except` block, which frees the error and its frames
+                more -= 1  # retry outside the `except` block, whose end frees the error and its frames
 
         def _serve(self, memory: BlockOwner, size: int) -> None:
             framework = self.memguard
@@ -117,8 +117,8 @@ def capped(driver: Any) -> type:
         def _from_pool(
             self, take: Callable[[int, BlockOwner], Block | None], memory: BlockOwner, size: int, cap: int
         ) -> bool:
-            """Serve the request with a pooled block. False if there is none, or if the held bytes exceed the cap: then
-            pooled blocks must be freed."""
+            """Serve the request with a pooled block, found by `take` (`Pool.take` or `Pool.wait`). False if there is
+            none, or if the held bytes exceed the cap, because pooled blocks must then be freed."""
             figures = self.figures
             if self._freed:
                 figures.apply()
@@ -132,8 +132,8 @@ def capped(driver: Any) -> type:
             return True
 
         def _from_driver(self, memory: BlockOwner, size: int, cap: int | None, last: bool = False) -> bool:
-            """Serve the request by a driver allocation. False if that would exceed the cap, or if the GPU is out of
-            memory. With `last`, the driver's error is raised in the second case."""
+            """Serve the request by a driver allocation. False if the allocation would exceed the cap, or if the GPU is
+            out of memory. With `last`, raises the driver's error if the GPU is out of memory."""
             figures = self.figures
             if self._freed:
                 figures.apply()
@@ -161,7 +161,7 @@ def capped(driver: Any) -> type:
                 block.buffer = contexts.buffer(block.address)
                 figures.count_allocated(block)
             if cap is not None and self.held() + elsewhere(self) > cap:
-                self._to_driver(block, NEW)  # above the cap: the driver opened a new slab
+                self._to_driver(block, NEW)  # the held bytes exceed the cap, because the driver opened a new slab
                 return False
             figures.count_used(block, size)
             return True
@@ -280,7 +280,7 @@ def capped(driver: Any) -> type:
                 self._to_driver(block, state)
 
         def reset(self) -> None:
-            """Free all memory immediately, even within `defer_cleanup`: Numba may then destroy the context."""
+            """Free all memory immediately, even within `defer_cleanup`, because Numba may next destroy the context."""
             with self.group.lock:
                 super().reset()
                 for block in list(self.figures.blocks):
@@ -301,7 +301,7 @@ def capped(driver: Any) -> type:
 
 def _pending_frees(driver: Any) -> type:
     class Pending(driver._PendingDeallocs):  # type: ignore[misc]
-        """Numba's queue of pending frees. Each `clear` records one set of CUDA events for all blocks it frees."""
+        """Numba's queue of pending frees. Each `clear` records one set of CUDA events for the blocks that it pools."""
 
         def __init__(self, manager: Any) -> None:
             super().__init__()
@@ -312,7 +312,7 @@ def _pending_frees(driver: Any) -> type:
             self._cons.append((free, block, 0))
 
         def clear(self) -> None:
-            if suspension.now is not None:  # the frees of streams, events and modules also stay pending
+            if suspension.now is not None:  # all frees stay pending, also of streams, events and modules
                 return
             try:
                 super().clear()
@@ -366,8 +366,7 @@ def _record() -> Sequence[Mark] | None:
 
 
 def _at_rest(context: Any) -> bool:
-    """True if all work on the context's legacy default stream is done. False if the context is not the one that
-    memguard has cached as the GPU's primary context. Raises DeviceError if the query would break a capture, or if CUDA
-    refuses."""
+    """True if all work on the context's legacy default stream is done. False if memguard has cached another context as
+    the GPU's primary context. Raises DeviceError if the query would break a capture, or if CUDA refuses."""
     ordinal = int(context.device.id)
     return contexts.primary(ordinal) == handle_of(context) and bool(streams.quick_idle(ordinal, streams.LEGACY, None))

@@ -8,7 +8,7 @@ work on it may run on a stream that these events do not cover.
 
 A finalizer, a signal handler, another thread's free or a Ctrl-C may interrupt any call. So only a block's `state` is
 authoritative. Code compares and changes a state with no call in between, because CPython with a GIL runs other code
-only at calls. The queues are hints: a block from a queue is used only if its state allows that, and `idle` also
+only at calls. The queues are hints. A block from a queue is used only if the block's state permits, and `idle` also
 contains blocks that an interruption removed from a queue.
 
 The pools of RMM and CuPy do not fit, because their callers must name the stream that uses a block: RMM's pool orders
@@ -97,7 +97,7 @@ class Pool:
         self._ready: dict[int, list[Block]] = {}
 
     def put(self, block: Block) -> None:
-        """Add a freed block. The block can be reused once the events that `mark` records for it have completed."""
+        """Add a freed block. The block can be reused once the events of the next `mark` call have completed."""
         block.state = FREED
         self.idle[block] = None
         self.unmarked.append(block)
@@ -114,7 +114,7 @@ class Pool:
             if not batch.blocks:
                 return
             for block in batch.blocks:
-                if block.state is FREED:  # another thread may already record events for it
+                if block.state is FREED:  # else another thread already records events for the block
                     block.state = batch
             marks = self._record()
             if marks is not None:
@@ -148,7 +148,7 @@ class Pool:
                         queue.pop()
                         return block
                     queue.pop()
-            except IndexError:  # a signal handler removed the last block
+            except IndexError:  # a signal handler removed the queue's last block
                 pass
             if collected or not self._marked:
                 return None
@@ -156,7 +156,7 @@ class Pool:
             queue, collected = self._ready.get(size), True
 
     def wait(self, size: int, owner: BlockOwner) -> Block | None:
-        """Like `take`, but if work on all blocks of this size is unfinished, wait for such work."""
+        """Like `take`, but if unfinished work uses every block of this size, wait until a block can be reused."""
         if self.unmarked:
             self.mark()
         block = self.take(size, owner)
@@ -186,7 +186,7 @@ class Pool:
             pass
 
     def tidy(self) -> None:
-        """Remove from the queues the blocks that the driver has freed. Otherwise later requests remove them."""
+        """Remove from the queues the blocks that the driver has freed. `take` would remove them later."""
         for queue in list(self._ready.values()):
             queue[:] = [block for block in queue if block.state is READY]
 

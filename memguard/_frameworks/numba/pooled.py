@@ -98,7 +98,7 @@ def joined(driver: Any) -> type:
                 text = "Call to cuMemAllocFromPoolAsync results in CUDA_ERROR_OUT_OF_MEMORY: " + owner._no_room_text(
                     size
                 )
-                # No variable holds the error: its traceback would keep the program's arrays alive.
+                # A variable and the error's traceback would form a cycle, and keep the program's arrays alive.
                 raise owner._with_reported_refusal_here(driver.CudaAPIError(code, text), size)
             return self._array_of(held)
 

@@ -76,7 +76,7 @@ def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None])
         def finish() -> Any:
             try:
                 if driver not in _lost:
-                    with contextlib.suppress(Suspended):  # all work is complete during a suspension: no event is needed
+                    with contextlib.suppress(Suspended):  # during a suspension all work is complete
                         suspension.check("a mark")
                         mark()
                     _unmarked.discard(one)
@@ -88,7 +88,7 @@ def watch(driver: Any, replaced: Replacements, on_uncovered: Callable[[], None])
 
     def given(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def handle(stream: Any) -> Any:
-            found = original(stream)  # if this raises, Numba queues no work on the stream
+            found = original(stream)  # if `original` raises, Numba queues no work on the stream
             if not covered(stream):
                 end()
             return found
@@ -121,7 +121,7 @@ def default_alone() -> bool:
 
 
 class EndedStreams:
-    """CUDA events for destroyed streams: CUDA does not document whether the legacy stream waits for their work.
+    """CUDA events for destroyed streams. CUDA does not document whether the legacy stream waits for their work.
 
     So a finalizer records a CUDA event on each stream before Numba destroys the stream.
     """
@@ -130,7 +130,7 @@ class EndedStreams:
         self.marks: list[EndedStreams.SharedMark] = []
         """The events that had not completed at the last check."""
         self._most = _MOST_ENDED
-        self._lives = Counter[int]()  # by handle: the number of destroyed contexts that had it
+        self._lives = Counter[int]()  # by context handle, the number of destroyed contexts with this handle
 
     class SharedMark:
         """A CUDA event for which several batches of the pool wait. Closing one batch does not close the event."""
@@ -153,7 +153,7 @@ class EndedStreams:
         life = self._lives[context]
 
         def mark() -> None:
-            if self._lives[context] == life:  # on a stream of a destroyed context the driver crashes
+            if self._lives[context] == life:  # an event on a destroyed context's stream crashes the driver
                 if len(self.marks) > self._most:
                     self._most = max(_MOST_ENDED, 2 * len(self.unfinished()))
                 with contexts.capture_safe():
@@ -171,9 +171,9 @@ class EndedStreams:
         return self.marks.copy()
 
     def forget(self, context: int) -> None:
-        """Remove the events of a context that is about to be destroyed. Records no more events on its streams."""
+        """Remove the events of a context that is about to be destroyed, and record no more events on its streams."""
         self._lives[context] += 1
-        for shared in self.marks.copy():  # not `clear`: a finalizer may append at any time
+        for shared in self.marks.copy():  # no `clear`, because a finalizer may append at any time
             if shared.context == context:
                 with contextlib.suppress(ValueError):
                     self.marks.remove(shared)

@@ -126,9 +126,9 @@ class PyCUDA(Framework):
         return usage_of((held, in_use, idle, None, None, peak))
 
     def _uncounted(self, device: Device) -> Usage | None:
-        """Usage without a cap, when memguard does not count PyCUDA's memory: unknown bytes on a GPU where this method
-        has found a PyCUDA context, else None. It finds another thread's context only if `pycuda.autoinit` created that
-        context."""
+        """Usage if PyCUDA has no cap, so that memguard does not count PyCUDA's memory. Returns `Usage(None, None)`
+        (unknown bytes) if this or an earlier call has found a PyCUDA context on the GPU, else None. Finds another
+        thread's context only if `pycuda.autoinit` created that context."""
         ordinal = contexts.ordinals().get(device.uuid)
         if ordinal is not None and (automatic(ordinal) or (pushed() is not None and contexts.current() == ordinal)):
             self._seen.add(device.uuid)
@@ -167,7 +167,7 @@ class PyCUDA(Framework):
                     pool.free_held(needed=None if needed is None or nested else missing)
                 elif needed is not None and _idle_bytes(pool):
                     pool.wanted, self._some_wanted = max(pool.wanted, missing), True
-                    pool.close()  # `hit` would serve requests without freeing the wanted bytes
+                    pool.close()  # disables `hit`, which would not free the wanted bytes
 
     def _free_wanted(self, drv: Any) -> None:
         """Free idle blocks that other threads needed but could not free (`Pool.wanted`). Callers hold the lock."""
@@ -186,8 +186,11 @@ class PyCUDA(Framework):
         self._caps = dict(caps)
 
     def footprint(self, size: int) -> int:
-        """The size of the bin that serves `size` (at most 1/16 larger), rounded up to whole pages because a small block
-        may open a slab. A pool's first allocation takes one small block more, which stays idle.
+        """Return the driver memory that a request of `size` bytes may take: the size of PyCUDA's bin (at most 1/16
+        larger), rounded up to whole pages because a small block may open a slab.
+
+        Excludes the extra small block that memguard allocates with a pool's first allocation and keeps idle in the
+        pool.
         """
         with self._lock:
             pool = next(iter(self._own.values()), None)
@@ -210,7 +213,7 @@ class PyCUDA(Framework):
         with self._lock:
             self._events = []
             for pool in self._all():
-                pool.close()  # `hit` would serve requests without recording them
+                pool.close()  # disables `hit`, which would serve requests without recording them
 
         def stop() -> list[TraceEvent]:
             events, self._events = self._events or [], None
@@ -230,9 +233,9 @@ class PyCUDA(Framework):
 
         def mem_alloc(size: int) -> Any:
             pool = self._last
-            # PyCUDA returns the same context object for a context that Python code pushed. If the driver's current
-            # context also has the pool's id, the pool's memory exists. That check takes half the time of
-            # `memory_exists`.
+            # PyCUDA returns the same context object for a context that Python code pushed. If the id of the driver's
+            # current context is also the pool's `context_id`, the pool's memory exists. Comparing the ids takes half
+            # the time of `memory_exists`.
             if (
                 pool is not None
                 and current_object() is pool.made_in
@@ -259,7 +262,7 @@ class PyCUDA(Framework):
                     if more <= 0 or not self._room_for(error, uuid, requested):
                         self._report_refusal_on(error, uuid, requested)
                         raise
-                more -= 1  # after the `except` block, which frees the error and its frames
+                more -= 1  # retry outside the `except` block, whose end frees the error and its frames
 
         def pitched_within_cap(uuid: str, width: int, height: int, access_size: int) -> Any:
             with self._lock:
@@ -348,7 +351,7 @@ class PyCUDA(Framework):
                 for pool in self._all():
                     pool.forget()
                 self._last = None
-                self._own.clear()  # a live array keeps its pool alive
+                self._own.clear()  # does not free live arrays, because each array keeps its pool alive
                 others.clear()
                 self._caps, self._mem_alloc = {}, None
 
@@ -376,7 +379,7 @@ class PyCUDA(Framework):
                 self._retire(pool)
                 pool = None
             elif pool is not None and pool.empty() and pool.made_in is not current and not self._primary(handle):
-                pool = None  # the pool's context may be destroyed: without memory the pool cannot tell
+                pool = None  # `dead` cannot detect a destroyed context if the pool has no memory
             if pool is None:
                 made = raw.make()
                 uuid = self._uuid(drv, current)
@@ -421,7 +424,7 @@ class PyCUDA(Framework):
                 if more <= 0 or not self._room_for(error, uuid, size):
                     self._report_refusal_on(error, uuid, size)
                     raise
-            more -= 1  # after the `except` block, which frees the error and its frames
+            more -= 1  # retry outside the `except` block, whose end frees the error and its frames
 
     def _room_for(self, error: BaseException, uuid: str, requested: int) -> bool:
         """Ask the guard, for a failed request, to trim other frameworks or raise the cap. True if memory was released
@@ -450,7 +453,7 @@ class PyCUDA(Framework):
             drv,
             pool.uuid,
             size,
-            round_up(bin_size) + (GRANULE if pool.empty() else 0),  # a pool's first block takes a small idle block too
+            round_up(bin_size) + (GRANULE if pool.empty() else 0),  # the first block also needs the small idle block
             lambda cap: pages.fits(bin_size, cap) or pool.has_free(bin_size),
             lambda: pool.take(size, bin_size),
             pool.undo_allocation,
@@ -476,22 +479,23 @@ class PyCUDA(Framework):
         take: Callable[[], _Taken],
         undo_allocation: Callable[[_Taken], None],
     ) -> _Taken:
-        """Call `take` if its allocation fits within the cap, and return the result. Raises PyCUDA's own MemoryError if
-        the cap or the driver refuses the allocation even after idle blocks are freed."""
+        """Call `take` if `fits(cap)` is True, and return the result of `take`. Raises PyCUDA's own MemoryError if the
+        cap or the driver refuses the allocation even after idle blocks are freed. `requested`: the request's bytes.
+        `needed`: the bytes of driver memory that the allocation may take."""
         cap = self._caps.get(uuid)
         for last in (False, True):
             held = self._counted_bytes(uuid)
             if cap is None or fits(cap):
                 try:
                     taken = take()
-                except drv.MemoryError as error:  # the driver's error lacks the size: attach it
+                except drv.MemoryError as error:  # attach the size, which the driver's error lacks
                     attach_shortage(error, requested, needed, full=True)
                     if last or cap is None:
                         raise
                 else:
                     if cap is None or self._counted_bytes(uuid) <= max(cap, held):
                         return taken
-                    undo_allocation(taken)  # above the cap: the driver opened a new slab
+                    undo_allocation(taken)  # the held bytes exceed the cap, because the driver opened a new slab
                     del taken
             self._apply_recorded()  # finalizers may have run since the check
             current = current_context(drv)
@@ -524,7 +528,8 @@ class PyCUDA(Framework):
         return self._noted(uuid, sum([pool.active_bytes() for pool in pools]))
 
     def _noted(self, uuid: str, in_use: int) -> int:
-        """Return `in_use`, the pools' bytes in use, plus those of pitched allocations. Updates the peak."""
+        """Return the sum of `in_use`, the pools' bytes in use, and the bytes of pitched allocations. Updates the
+        peak."""
         if (pitched := self._pitched.get(uuid)) is not None:
             in_use += pitched.in_use
         if uuid not in self._peak or in_use > self._peak[uuid]:
@@ -532,15 +537,17 @@ class PyCUDA(Framework):
         return in_use
 
     def _note_peak(self, uuid: str, rising: Pool | None = None) -> None:
-        """Update the peak of bytes in use. Then let `hit` skip this update: in the pool `rising` until the sum would
-        exceed the peak, in the other pools until their own bytes in use grow."""
+        """Update the peak of the GPU's bytes in use, and then let `Pool.hit` skip this update.
+
+        In the pool `rising`, `hit` skips the update until the GPU's bytes in use would exceed the peak. In each other
+        pool, `hit` skips the update until that pool's bytes in use grow."""
         pools = self._pools(uuid)
         for pool in pools:
             pool.peak_room = -1  # makes a concurrent `hit` call this method and wait for the lock
         noted = [pool.check_peak() for pool in pools]
         active = [pool.active_bytes() for pool in pools]
         spare = -self._in_use(uuid, pools)
-        spare += self._peak[uuid]  # separate, because `_in_use` above may have raised the peak
+        spare += self._peak[uuid]  # read the peak after `_in_use`, which may have raised the peak
         for pool, size, idle in zip(pools, active, noted, strict=True):
             pool.peak_room = size + (spare if pool is rising else 0)
             pool.skip_peak_check(idle)
@@ -576,8 +583,8 @@ class PyCUDA(Framework):
     def _pools(self, uuid: str) -> list[Pool]:
         """The pools on this GPU, except those of destroyed contexts.
 
-        Every usage reading calls this method. To save time, it does not check whether the primary context still exists:
-        the other frameworks keep that context alive.
+        Every usage reading calls this method. To save time, the method does not check whether the primary context still
+        exists, because the other frameworks keep that context alive.
         """
         pools = [pool for pool in list(self._own.values()) if pool.uuid == uuid]
         if pools:
@@ -601,7 +608,8 @@ class PyCUDA(Framework):
             events.append(TraceEvent(time.time(), self.name, "free", serial, device=self._position(uuid)))
 
     def _primary(self, handle: int) -> bool:
-        """True if the handle may be that of a primary context. PyCUDA may have several objects for such a context."""
+        """True if `handle` is the handle of a primary context, or if CUDA is not initialised. PyCUDA may have several
+        context objects for one primary context."""
         return not contexts.initialised() or handle in map(contexts.primary, self._by_ordinal)
 
     def _position(self, uuid: str) -> int:
@@ -623,19 +631,19 @@ def _idle_bytes(pool: Pool) -> int:
 
 
 def _discard(pools: dict[int, Pool], key: int, pool: Pool | None) -> None:
-    """Remove `pools[key]` if it is still `pool`. Atomic, because a signal handler runs only at a call, and this code
-    makes none."""
+    """Remove `pools[key]` if it is still `pool`. Atomic, because signal handlers run only at calls, and this
+    function calls nothing."""
     if key in pools and pools[key] is pool:
         del pools[key]
 
 
 def _swap_defaults(old: Any, new: Any) -> None:
-    """Replace the default argument `old` by `new` in all functions of `pycuda.gpuarray`: their defaults were bound to
-    `mem_alloc` when the functions were defined."""
+    """Replace the default argument `old` by `new` in all functions of `pycuda.gpuarray`, because a default argument
+    keeps the `mem_alloc` that existed when the function was defined."""
     module = sys.modules.get("pycuda.gpuarray")
     if module is None:
         return
-    # During its import the module may lack the class. Functions that are defined later get the new default.
+    # During the import of `pycuda.gpuarray`, `GPUArray` may not exist yet. Functions defined later get `new` anyway.
     methods = vars(getattr(module, "GPUArray", object)).values()
     for value in [*vars(module).values(), *methods]:
         if not isinstance(value, FunctionType):

@@ -23,7 +23,7 @@ from memguard._frameworks.pycuda.contexts import may_use_non_blocking_streams
 
 
 class PyCUDAArrays(Arrays):
-    """Offers, imports and copies `pycuda.gpuarray.GPUArray` objects."""
+    """Exports, imports and copies `pycuda.gpuarray.GPUArray` objects for `memguard.exchange`."""
 
     traits: ClassVar[Traits] = Traits("pycuda", NUMPY_DTYPES, Layout.FORWARD, strided=False)
     module: ClassVar[str] = "pycuda"
@@ -42,7 +42,7 @@ class PyCUDAArrays(Arrays):
         return new_offer(("pycuda", view, x, None, context, threading.get_ident(), False))
 
     def place(self, view: View, device: int | None) -> int | None:
-        """The GPU of this thread's current context: PyCUDA allocates only there. Raises if `device` is another GPU."""
+        """The GPU of this thread's current context, where PyCUDA allocates. Raises if `device` is another GPU."""
         here = contexts.current()
         if device is not None and device != here:
             raise self.refusal(

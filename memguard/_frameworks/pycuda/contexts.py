@@ -49,7 +49,8 @@ def automatic_made() -> bool:
 
 
 def automatic(ordinal: int) -> dict[int, str]:
-    """The contexts on the GPU that PyCUDA's modules created when imported: the module's name, by context handle."""
+    """The contexts that the imports of PyCUDA's modules created on the GPU. Maps each context's handle to the name of
+    the module."""
     drv: Any = sys.modules.get("pycuda.driver")
     found = {}
     for name in _AUTOINIT if drv is not None else ():

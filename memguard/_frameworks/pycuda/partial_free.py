@@ -23,8 +23,8 @@ NEVER = sys.maxsize
 class Bin:
     """The blocks of one size, and one entry in `idle` for each block known to be idle.
 
-    When an allocation object is deleted, its weak reference calls `idle.append`: so a free runs no Python code. A
-    request removes one entry before it allocates from the pool. So there are never more entries than idle blocks.
+    When an allocation object is deleted, its weak reference calls `idle.append`, so a free runs no Python code. A
+    request removes one entry before it allocates from the pool, so there are never more entries than idle blocks.
     """
 
     __slots__ = ("enough", "freed", "held", "idle", "size")
@@ -42,7 +42,8 @@ class Bin:
         peak. The first bin below its bound resets all bounds to `NEVER`."""
 
     def record_allocation(self, address: int, allocation: Any) -> None:
-        """Record the allocation of a block by a request that has removed no entry from `idle`."""
+        """Record that `allocation` uses the block at `address`, and remove one entry from `idle`. Not for requests
+        served by `Pool.hit`, which removes the entry itself."""
         with contextlib.suppress(IndexError):  # a concurrent `hit` may remove the last entry
             self.idle.pop()
         reference = ref(allocation, self.freed)
@@ -75,12 +76,12 @@ class SetAsideBlocks:
         return sum([found.size for found, _ in self._taken])
 
     def take(self, pool: Any, bins: Iterable[Bin], small: list[object], pages: DriverPages, needed: int) -> None:
-        """Set aside all idle blocks except those whose free returns `needed` bytes to the driver. Sets none aside if
-        all blocks must be freed for that.
+        """Set aside all idle blocks except those whose free returns `needed` bytes to the driver. Sets no block aside
+        if only freeing all blocks returns `needed` bytes.
 
         Allocates only blocks with an entry in `idle`, which are certainly idle. Does not allocate the last block of the
-        bin whose `idle` list is `small`: if the pool has no idle block, a free without a current context aborts the
-        process.
+        bin whose `idle` list is `small`, because in a pool without idle blocks, a free without a current context aborts
+        the process.
         """
         for found in bins:
             spared = int(found.idle is small)
@@ -93,7 +94,7 @@ class SetAsideBlocks:
                 self._taken.extend(zip((found,), map(self._allocate, (pool,), (found.size,)), strict=False))
                 if index(self._taken[-1][1]) in found.held:
                     self._refs.append(ref(self._taken[-1][1], found.freed))
-                else:  # not in `held`: `free_held` may free this block
+                else:  # the block is unrecorded, so `free_held` may free it
                     self._taken.pop()
         blocks = [(index(allocation), found.size) for found, allocation in self._taken]
         go = addresses_to_free(pages, blocks, needed)
@@ -104,5 +105,5 @@ class SetAsideBlocks:
 
     def end(self) -> None:
         """Make all set-aside blocks idle again. If a Ctrl-C interrupts this call, the caller repeats it."""
-        self._taken.clear()  # one C call; the weak references restore the entries
+        self._taken.clear()  # one C call; the weak references append the entries to `idle`
         self._refs.clear()

@@ -44,7 +44,9 @@ class Pool:
     def __init__(
         self, pool: Callable[[], Any], context: int, uuid: str, pages: DriverPages, raw: RawPool, made_in: Any = None
     ) -> None:
-        """`made_in`, for pools that memguard created: PyCUDA's context object that was current at the creation."""
+        """`pool` returns PyCUDA's pool object; None if the user has deleted the pool. `context` is the handle of the
+        pool's CUDA context, and `pages` counts driver pages on the GPU `uuid`. `made_in` is None for a user's pool, and
+        else the PyCUDA context object that was current when memguard created the pool."""
         self.context, self.uuid = context, uuid
         self.reference = pool
         self.own: Any = None
@@ -61,7 +63,7 @@ class Pool:
         self._allocate = raw.allocate
         self._set_aside = SetAsideBlocks(raw.allocate)
         self.wanted = 0
-        """The idle bytes that another thread needs but cannot free. The adapter frees them on a suitable thread."""
+        """Idle bytes that another thread needs but cannot free. The adapter frees these bytes on a suitable thread."""
         self._bins: dict[int, Bin] = {}
         self._bin_at: dict[int, Bin] = {}
         self._ids: dict[int, int | None] = {}
@@ -89,7 +91,7 @@ class Pool:
             return None
         # From here to the call of `allocate`, CPython runs no other thread and no signal handler: since 3.11 it does so
         # only after calls and at backward jumps (tested on 3.11, 3.12 and 3.13, 3 million rounds each). On other
-        # interpreters `open` never enables `hit`. If a finalizer interrupts `allocate` itself, the address shows that.
+        # interpreters `open` never enables `hit`. If a finalizer inside `allocate` takes the block, `address` is new.
         if self._ready is not ready:
             return None
         if not (found.idle or self._small or pool.held_blocks > 1):
@@ -101,7 +103,7 @@ class Pool:
             return None
         reference = ref(allocation, found.freed)
         address, held = index(allocation), found.held
-        if address not in held:  # an unrecorded block; this makes the next `free_if_unknown` free all idle blocks
+        if address not in held:  # an unrecorded block; -1 makes the next `free_if_unknown` free all idle blocks
             self._earlier_bytes = -1
             return None
         held[address] = reference
@@ -120,8 +122,9 @@ class Pool:
         return [(found, len(found.idle)) for found in bins]
 
     def skip_peak_check(self, noted: list[tuple[Bin, int]]) -> None:
-        """Let `hit` skip the check for a new peak, because the recorded peak now includes the bytes in use. `noted` was
-        read before those bytes, so concurrent allocations and frees only make the bounds stricter."""
+        """Let `hit` skip the check for a new peak, because the recorded peak now includes the bytes in use. `noted` is
+        the result of `check_peak`, read before the bytes in use, so concurrent allocations and frees only make the
+        bounds stricter."""
         for found, idle in noted:
             found.enough = max(idle, len(found.idle))
 
@@ -149,7 +152,7 @@ class Pool:
         return found is not None and not self._freeing and bool(found.idle or any(map(found.free, list(found.held))))
 
     def free_if_unknown(self) -> None:
-        """Free the idle blocks if the pool has unrecorded ones. Called before a request that `hit` did not serve."""
+        """Free the idle blocks if the pool has unrecorded blocks. Called before a request that `hit` did not serve."""
         if self.reference().managed_bytes != self._earlier_bytes + self._known_bytes:
             self.free_held()
 
@@ -174,7 +177,7 @@ class Pool:
         self.free_held(allocation=allocation)
 
     def close(self) -> None:
-        """Disable `hit` for all sizes, until `open` enables it for a size."""
+        """Disable `hit` for all sizes, until `open` enables `hit` for a size."""
         self._ready = {}
 
     def open(self, size: int, bin_size: int) -> None:
@@ -192,12 +195,12 @@ class Pool:
         """Free the idle blocks by `call`, by default PyCUDA's own `free_held`.
 
         `allocation`: free this allocation's block too. `needed`: free only as many blocks as return this number of
-        bytes to the driver. While this runs, no request on another thread gets an idle block.
+        bytes to the driver. During the call, no request on another thread gets an idle block.
         """
         pool = self.reference()
         if pool is None:
             return
-        if self._freeing:  # called by a signal handler or finalizer: the interrupted call repeats
+        if self._freeing:  # a signal handler or finalizer interrupted `free_held`, which then repeats
             self._again = True
             self._free(allocation)
             return
@@ -206,7 +209,7 @@ class Pool:
                 self._freeing = True
                 self.close()
                 self._free(allocation)
-                with self._pages.expecting(GRANULE):  # reserves driver memory for the next small block
+                with self._pages.expecting(GRANULE):  # reserves a part of the cap for a new small idle block
                     self._in_context(self._shrink, pool, call or self._raw.free_held, needed)
             finally:
                 self._freeing = False
@@ -246,7 +249,7 @@ class Pool:
         """Free the idle blocks that are not set aside.
 
         While the pool has live blocks, keeps the small idle block if other blocks are set aside, or if the small block
-        lies in another framework's slab: its replacement might open a slab and exceed the cap.
+        lies in another framework's slab, because a replacement block might open a slab and exceed the cap.
         """
         small_block: Any = None
         if self._small and self._keeps_idle and pool.active_bytes:
@@ -260,7 +263,7 @@ class Pool:
             where.record_allocation(address, small_block)
         else:
             small_block = None
-        # Forget the witness block (`_choose_witness`): its free would look like the end of the context.
+        # Forget the witness block (`_choose_witness`), because its free would look like a destroyed context.
         self._witness, self.memory_exists = None, _unknown
         try:
             free_held(pool)
@@ -381,7 +384,7 @@ class Pool:
             finally:
                 if type(ours).get_current() is ours:
                     ours.pop()
-        finally:  # in case a Ctrl-C came first: a context left on the stack aborts the process at exit
+        finally:  # pop even after a Ctrl-C, because a context left on the stack aborts the process at exit
             if type(ours).get_current() is ours:
                 ours.pop()
 
@@ -475,7 +478,7 @@ class Pool:
 def _undisturbed() -> bool:
     """True if this Python switches to other threads and signal handlers only after calls and at backward jumps.
 
-    False without the GIL: other threads then run at any time.
+    False without the GIL, because other threads then run at any time.
     """
     gil: Callable[[], bool] = getattr(sys, "_is_gil_enabled", lambda: True)
     return gil()

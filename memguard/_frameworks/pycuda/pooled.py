@@ -1,9 +1,9 @@
 """Makes PyCUDA allocate from the driver pool that all frameworks share under `strategy: pool`.
 
-This covers `mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool`. An allocation is a `PointerHolderBase`
-object, because Python code cannot create a `DeviceAllocation` from an address. PyCUDA accepts either type everywhere,
-also as an argument of a kernel. The shared pool belongs to the primary context, so allocations in other contexts do not
-use the pool.
+`mem_alloc`, `mem_alloc_pitch`, `gpuarray` and `DeviceMemoryPool` use the shared pool. An allocation is a
+`PointerHolderBase` object, because Python code cannot create a `DeviceAllocation` from an address. PyCUDA accepts
+either type everywhere, also as an argument of a kernel. The shared pool belongs to the primary context, so allocations
+in other contexts do not use the pool.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class PooledPyCUDA(PooledBlocks, PyCUDA):
         held = self._from_pool(blocks, size, lambda: None)
         if held is not None:
             return kind(held)
-        # No variable holds the error: its traceback would keep the program's arrays alive.
+        # A variable and the error's traceback would form a cycle, and keep the program's arrays alive.
         raise self._with_reported_refusal_here(drv.MemoryError("out of memory: " + self._no_room_text(size)), size)
 
 

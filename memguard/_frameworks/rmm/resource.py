@@ -28,20 +28,21 @@ _limits: dict[int, tuple[str, Any]] = {}
 
 
 class Limit:
-    """The limit of RMM for one framework: an adaptor around the resource of each capped GPU, by UUID."""
+    """RMM's limit for one framework. `adaptors`: by UUID, the adaptor around the resource of each capped GPU.
+    `ordinals`: each GPU's CUDA ordinal by UUID."""
 
     def __init__(self, adaptors: Mapping[str, Any], ordinals: Mapping[str, int], uncapped: str | None = None) -> None:
         self._adaptors = dict(adaptors)
         self.uncapped = uncapped
-        """The reason if RMM is watched and not limited; else None."""
+        """The reason why memguard only reports RMM's usage and does not limit RMM; None if RMM is limited."""
         self.lost: list[Drift] = []
         """Reasons why the cap does not hold, found after memguard had reported the cap as enforced."""
         self.standing = {ordinals[uuid]: adaptor for uuid, adaptor in adaptors.items()}
-        """The adaptors by CUDA ordinal. Empty if RMM is only watched, or after the undo."""
+        """The adaptors by CUDA ordinal. Empty if RMM is not limited, or after the undo."""
 
     def usage(self, uuid: str) -> Usage | None:
-        """The live bytes allocated since the limit was set. None if that GPU has no limit but another has; a usage of
-        unknown bytes if RMM is only watched."""
+        """The live bytes allocated on the GPU since the limit was set. None if RMM is limited on other GPUs only;
+        `Usage(None, None)` (unknown bytes) if RMM is not limited on any GPU."""
         adaptor = self._adaptors.get(uuid)
         if adaptor is None:
             return Usage(None, None) if not self._adaptors else None
@@ -65,8 +66,8 @@ class Limit:
 class RmmClient(Framework):
     """Base class of an adapter whose framework can use RMM as its allocator.
 
-    A subclass decorates its methods with `unless_rmm`: while RMM is the allocator, this class's methods of the same
-    name run instead. RMM's limit cannot change, so `resize` raises, as `Framework.resize` does.
+    While RMM is the allocator, each method that a subclass decorates with `unless_rmm` is replaced by this class's
+    method of the same name. RMM's limit cannot change, so `resize` raises, as `Framework.resize` does.
     """
 
     def __init__(self, host: Host) -> None:
@@ -84,7 +85,8 @@ class RmmClient(Framework):
         return self._rmm.drift() if self._rmm is not None else []
 
     def _limit_rmm(self, caps: Mapping[str, int], undo: Undo, ordinals: Mapping[str, int] | None = None) -> Applied:
-        """Limit RMM, which is the framework's allocator. `ordinals`: each GPU's CUDA ordinal by UUID, if known."""
+        """Limit RMM, which is the framework's allocator, and return the `Applied` result. `ordinals`: each GPU's CUDA
+        ordinal by UUID, if known."""
         found = _ordinals(self.name, self.host) if ordinals is None else ordinals
         self._rmm, applied = apply(self.name, caps, found, undo)
         return applied
@@ -125,8 +127,8 @@ def _ordinals(framework: str, host: Host) -> dict[str, int]:
 
 
 def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], undo: Undo) -> tuple[Limit, Applied]:
-    """Limit RMM's resource on every GPU with a cap. If that is impossible on one of them, only watch RMM, and return
-    a note with the reason."""
+    """Limit RMM's resource on every GPU with a cap, and return the limit and the `Applied` result. If one of these
+    resources cannot be limited, limit none; memguard then only reports RMM's usage, and `Applied.notes` says why."""
     import rmm
 
     for uuid, ordinal in ordinals.items():
@@ -154,7 +156,7 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
         limit.standing.clear()
         for ordinal, uuid in capped.items():
             if ordinal not in _limits or _limits[ordinal][1] is not adaptors[uuid]:
-                continue  # not limited, or restored by an interrupted call
+                continue  # this GPU was not limited, or an interrupted call has restored its resource
             now = rmm.mr.get_per_device_resource(ordinal)
             if now is adaptors[uuid]:
                 rmm.mr.set_per_device_resource(ordinal, before[ordinal])
@@ -171,7 +173,7 @@ def apply(framework: str, caps: Mapping[str, int], ordinals: Mapping[str, int], 
         for ordinal, uuid in capped.items():
             _limits[ordinal] = (framework, adaptors[uuid])
             rmm.mr.set_per_device_resource(ordinal, adaptors[uuid])
-    except BaseException:  # `apply` may run again later, when PyTorch initialises CUDA
+    except BaseException:  # restore here, because `apply` may run again when PyTorch initialises CUDA
         restore()
         raise
     note = f"{framework}: capped through RMM, which is its allocator; what it held before is not counted"
