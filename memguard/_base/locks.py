@@ -23,7 +23,8 @@ _LOOK = 0.05
 _patient: list[int] = []
 """Ids of threads on which a call that interrupted another memguard call waits for a lock."""
 _awaited: list[int] = []
-"""Ids of threads for which another thread waits in `awaiting`, perhaps while holding a lock."""
+"""Ids of threads that another thread waits for in `awaiting`. The waiting thread may hold an `InterruptSafeLock`, so a
+memguard call that interrupts a listed thread does not wait for such a lock."""
 
 
 class LockOrder(IntEnum):

@@ -282,7 +282,7 @@ def _place(name: str, key: str, elastic: Collection[str]) -> Loc:
 
 
 def _lowered(shares: Mapping[str, Fraction], limits: Mapping[str, int], rooms: list[int]) -> dict[str, Fraction | int]:
-    """The lower values to suggest if shares add up to 100% or more. Needed even if a limit must also be raised."""
+    """The lower shares to suggest if the shares add up to 100% or more, which no larger limit can correct."""
     from memguard._budget import suggestions
 
     return suggestions.fitting(shares, limits, min(rooms, default=None)) or suggestions.fitting(shares, limits, None)

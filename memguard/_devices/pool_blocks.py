@@ -1,8 +1,8 @@
 """Allocate blocks of a driver memory pool for frameworks without streams, under a cap if the pool itself has none.
 
 A block is usable on every stream as soon as it is allocated, as after `cuMemAlloc`. The free takes effect after all
-work of the context, as with `cuMemFree`. memguard allocates and frees on a stream of its own, for which no other stream
-waits. The pool may reuse a block that another framework freed on its own stream; the driver then makes memguard's
+work of the context, as with `cuMemFree`. memguard allocates and frees on its own non-blocking stream, with which the
+default stream does not synchronise. The pool may reuse a block that another framework freed on its own stream; the driver then makes memguard's
 stream wait for that stream's work. So an allocation synchronises the host with memguard's stream, which has no other
 work. A free is queued behind an event of the whole context (`cuCtxRecordEvent`).
 

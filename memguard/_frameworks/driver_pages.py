@@ -165,8 +165,8 @@ class DriverPages:
         return address // GRANULE in self._slabs
 
     def fits(self, size: int, cap: int) -> bool:
-        """True if `held` may stay within the cap after one more allocation. Searches the slabs only if `held` is near
-        the cap."""
+        """False if one more allocation of `size` bytes certainly exceeds the cap. Searches the slabs only if `held` is
+        near the cap."""
         if self.held() + round_up(size) <= cap:
             return True
         return size <= SMALL and self.held() + self.growth(size) <= cap  # above SMALL the first check is exact

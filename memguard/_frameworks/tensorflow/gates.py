@@ -100,8 +100,8 @@ GATES = (
                 "TF_SessionRun_wrapper TF_SessionPRun_wrapper TF_SessionRunCallable",
             ),
         ),
-        # TensorFlow 2.21 does not start this thread (its library lacks the string). XLA has started this thread since
-        # 2026, see `jax/gates.py`.
+        # TensorFlow 2.21 has no `cuda_stream_monitor` thread: its library does not contain that string. XLA starts the
+        # thread since 2026, see `jax/gates.py`.
         natives=(NativeThread("libtensorflow_framework.so", "cuStreamQuery", 5.0, b"cuda_stream_monitor", live),),
     ),
 )
