@@ -2,9 +2,10 @@
 
 A block is usable on every stream as soon as it is allocated, as after `cuMemAlloc`. The free takes effect after all
 work of the context, as with `cuMemFree`. memguard allocates and frees on its own non-blocking stream, with which the
-default stream does not synchronise. The pool may reuse a block that another framework freed on its own stream; the driver then makes memguard's
-stream wait for that stream's work. So an allocation synchronises the host with memguard's stream, which has no other
-work. A free is queued behind an event of the whole context (`cuCtxRecordEvent`).
+default stream does not synchronise. The pool may reuse a block that another framework freed on its own stream; the
+driver then makes memguard's stream wait for that stream's work. So an allocation synchronises the host with
+memguard's stream, which has no other work. A free is queued behind an event of the whole context
+(`cuCtxRecordEvent`).
 
 The driver cannot cap the device's default pool, so allocators that use this pool check `PoolCap` before each request.
 Another thread may allocate between the check and the allocation. So each request is registered as a claim before the

@@ -31,7 +31,8 @@ class Route(NamedTuple):
     For a copy between two GPUs `way` is `copied from cuda:0 to cuda:1, peer to peer`, or `..., through the host`, which
     is slower. `way` omits the path if it is unknown: CUDA does not report it, or JAX may have used either path.
     `nbytes` is the size of the elements. `reason`, for a copy that the caller requested with `copy=True`, is what
-    would have prevented sharing; empty if sharing was possible. `source` and `target` are older names of `producer` and `consumer`.
+    would have prevented sharing; empty if sharing was possible. `source` and `target` are older names of `producer`
+    and `consumer`.
     """
 
     producer: str
