@@ -244,8 +244,9 @@ class Monitor:
             self._ticking = False
 
     def _tick(self, over: Callable[[], bool]) -> None:
-        """Take one sample, record it and carry out its actions. Discards the sample if `over()` is true after it is taken:
-        the monitor was stopped, or this is a forked child.
+        """Take one sample, record it and carry out its actions.
+
+        Discards the sample if `over()` is true after it is taken: the monitor was stopped, or this is a forked child.
         """
         actions: list[Action] = []
         try:

@@ -66,11 +66,11 @@ class pycuda_context:  # noqa: N801 (a context manager that is entered by its na
         with memguard.exchange.pycuda_context():
             array = pycuda.gpuarray.zeros(1000, numpy.float32)   # in the context of torch, TensorFlow, JAX, CuPy, Numba
 
-    `device` is CUDA's ordinal. Creates no second context, and works without a budget. The context manager is
-    re-entrant and reusable, and affects only the calling thread. At exit memguard closes the main thread's open blocks, and at a thread's
-    end the blocks of that thread. Join your threads: a daemon thread inside a block while the interpreter ends may
-    abort the process, because PyCUDA aborts if a context is still on its stack. Raises DeviceError if PyCUDA or the GPU
-    is missing.
+    `device` is CUDA's ordinal. Creates no second context, and works without a budget. The context manager is re-entrant
+    and reusable, and affects only the calling thread. At exit memguard closes the main thread's open blocks, and at a
+    thread's end the blocks of that thread. Join your threads: a daemon thread inside a block while the interpreter
+    ends may abort the process, because PyCUDA aborts if a context is still on its stack. Raises DeviceError if PyCUDA
+    or the GPU is missing.
     """
 
     def __init__(self, device: int = 0) -> None:
