@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from memguard._tools.doctor.facts import Facts
 
 
-@click.command("doctor", short_help="Find out why a framework does not work here.")
-@click.argument("words", metavar="", nargs=-1, type=click.Path())
+@click.command(
+    "doctor",
+    short_help="Find out why a framework does not work here.",
+    context_settings={"allow_extra_args": True},  # refused below, with the right command
+)
 @options.budget("Examine only the frameworks that this budget names, and whether it fits this machine.", stdin=False)
 @options.as_json
 @click.option("--dump-facts", is_flag=True, help="Print what was read, as JSON, for --facts or a bug report.")
@@ -67,7 +70,6 @@ if TYPE_CHECKING:
 @click.pass_context
 def doctor(
     context: click.Context,
-    words: tuple[str, ...],
     budget: str | None,
     as_json: bool,
     dump_facts: bool,
@@ -104,7 +106,7 @@ def doctor(
                 plain = {"memguard_findings": 1, "findings": [_named(name) for name in findings.names()]}
         click.echo(json.dumps(plain, indent=2) if as_json else text)
         return
-    if words:
+    if words := context.args:
         wrote = words[0].endswith(".json") and dump_facts and not os.path.exists(words[0])
         fix = f"memguard doctor --dump-facts > {words[0]}" if wrote else f"memguard doctor -c {words[0]}"
         context.fail(f"{'--dump-facts writes to stdout' if wrote else 'the budget is an option'}: {fix}")
