@@ -36,7 +36,7 @@ from memguard._base.advice import MemguardError as MemguardError  # noqa: PLC041
 from memguard._base.advice import Problem as Problem  # noqa: PLC0414 (public here)
 from memguard._base.text import visible
 
-Problem.__module__ = __name__  # the public module, which pickles and tracebacks name
+Problem.__module__ = __name__  # so that pickles and tracebacks name `memguard.errors.Problem`
 
 
 class ProblemsError(MemguardError):

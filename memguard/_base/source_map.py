@@ -169,7 +169,8 @@ class Origin:
         self, source: str = "", document: Document | None = None, device_key: Callable[[str], str] = str
     ) -> None:
         self.source, self._device_key = source, device_key
-        # Keep the text, which is smaller than the document. A problem found later is rare, and parses the text again.
+        # Keep the text, which is smaller than the document. Problems found after parsing are rare; to locate one,
+        # memguard parses the text again.
         self._text, self._reader = (None, None) if document is None else (document.text, document.reader)
 
     def __eq__(self, other: object) -> bool:

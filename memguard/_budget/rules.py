@@ -101,7 +101,7 @@ def check(data: Mapping[str, Any], budget: Checked | None) -> list[Violation]:
     violations += _amounts(frameworks, parts, scopes)
     if data.get("strategy") == "pool":
         violations += _pool(frameworks)
-    if budget is None:  # violations that a valid budget cannot have
+    if budget is None:  # parsing has already done these checks for a valid budget
         violations += _of_others(frameworks)
         violations += _misplaced(data)
         violations += _same_device(devices)

@@ -1,8 +1,8 @@
 """The driver calls of the suspend helper: the checkpoint of a whole process, and the GPU memory that its restore needs.
 
 `cuCheckpointProcess*` of the CUDA driver API, driver 570 and later, lock a process, copy its GPU memory to the host,
-and restore it. Each call may take as long as the copy, or hang (a stopped target). Only the helper process
-(`_node/suspend/driver/helper.py`) makes these calls.
+and restore it. Each call may block as long as the copy takes, or for ever if the target process is stopped (SIGSTOP).
+Only the helper process (`_node/suspend/driver/helper.py`) makes these calls.
 
 The driver allocates a restored process's bytes in the first 30 ms of the restore (H200, driver 580.159), and destroys
 the process if they are not free. Reading the number of free bytes reserves nothing: another process may allocate them

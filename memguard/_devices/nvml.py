@@ -361,7 +361,7 @@ class Nvml:
             ready.pop(uuid, None)
 
     def mig(self, uuid: str) -> bool:
-        """Whether MIG divides the GPU. This version does not support MIG instances."""
+        """Whether MIG divides the GPU. This version of memguard does not support MIG instances."""
         return self._call("MIG mode of", lambda n, uuid: self._mig(n, self._handle(n, uuid)), uuid)
 
     def driver(self) -> str:

@@ -141,7 +141,7 @@ class Session:
             if monitor is not None:
                 self.undo.add("monitor", monitor.stop)
             if monitor is not None or self.extensions:
-                # Also stop at interpreter exit, because no thread may read frameworks that are shutting down.
+                # At interpreter exit stop the monitor thread too: no thread may read frameworks that are shutting down.
                 self.undo.add("monitor", lambda: life.not_at_exit(self._at_exit))
                 life.at_exit(life.HookOrder.BUDGET, self._at_exit)
             if monitor is not None:

@@ -219,7 +219,7 @@ def sample_line(sample: Sample, columns: Columns) -> tuple[bytes, bool]:
 
 
 def number(value: object) -> int | None:
-    """Convert the value to an int that the reader accepts as bytes; None if that is impossible."""
+    """Convert the value to an int within ±`MAX_SIZE`, which the timeline reader accepts; None if that is impossible."""
     if type(value) is not int:
         if value is None:
             return None

@@ -246,7 +246,7 @@ def _pinned(name: str, usage: FrameworkSample) -> int:
 
 
 class _Count:
-    """Builds the `Above` of one bound, sample by sample."""
+    """Accumulates, sample by sample, how often and by how much one figure exceeds its bound (`Above`)."""
 
     def __init__(self) -> None:
         self.first: float | None = None

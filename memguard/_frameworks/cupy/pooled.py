@@ -191,7 +191,8 @@ class PooledCuPy(PooledCapped, CuPy):
                 return memory
             if not self._request_room(self._shortage_on(uuid, size, self._caps)):
                 break
-        raise self._refusal(cupy, uuid, size)  # a variable and the traceback would form a cycle, and keep arrays alive
+        # No local variable: its reference cycle with the traceback would keep arrays alive.
+        raise self._refusal(cupy, uuid, size)
 
     def _refusal(self, cupy: Any, uuid: str, size: int) -> BaseException:
         """Create CuPy's own error, and report the refusal."""

@@ -36,7 +36,7 @@ def several(signs: Signs) -> str | None:
 
 
 def signs() -> Signs:
-    """Read the current `Signs`."""
+    """Read the rank count that each loaded library reports, and the environment variables."""
     found = {}
     for name, ask in _ASK.items():
         try:
