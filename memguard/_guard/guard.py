@@ -633,13 +633,13 @@ class Guard:
 
         self.undo.add(name, undo_apply)
         try:
-            applied = framework.apply(self.caps.plan.caps(name), self.caps.plan.options.get(name, {}), undo)
+            try:
+                applied = framework.apply(self.caps.plan.caps(name), self.caps.plan.options.get(name, {}), undo)
+            finally:
+                applying = False
         except BaseException:
-            applying = False
             undo.run()
             raise
-        finally:
-            applying = False
         if self.caps.stopped:
             self.undo.run()
             return

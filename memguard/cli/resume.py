@@ -6,7 +6,7 @@ import json
 
 import click
 
-from memguard.cli.support import exit_codes, options
+from memguard.cli.support import options
 
 
 @click.command("resume")
@@ -51,7 +51,4 @@ def resume(context: click.Context, pid: int, tree: bool, wait: float | None, as_
     else:
         for one in results:
             click.echo(one.text, err=one.code != remote_suspend.DONE)
-    code = max(one.code for one in results)
-    if code == exit_codes.UNKNOWN and not exit_codes.gpu_here():
-        code = exit_codes.NO_GPU
-    context.exit(exit_codes.INTERRUPTED if interrupted and code else code)
+    context.exit(waiting.exit_code(results, interrupted))

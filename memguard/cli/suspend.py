@@ -57,7 +57,6 @@ def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, yes: boo
             stop,
             "interrupted: what was done is taken back; interrupt again to leave it as it is",
         )
-    code = max(one.code for one in results)
     if as_json:
         found = {"memguard_suspend": 1, "processes": [one.as_dict() for one in results]}
         if unsafe:
@@ -66,9 +65,7 @@ def suspend(context: click.Context, pid: int, tree: bool, unsafe: bool, yes: boo
     else:
         for result in results:
             click.echo(result.text, err=result.code != remote_suspend.DONE)
-    if code == exit_codes.UNKNOWN and not exit_codes.gpu_here():
-        code = exit_codes.NO_GPU
-    context.exit(exit_codes.INTERRUPTED if interrupted and code else code)
+    context.exit(waiting.exit_code(results, interrupted))
 
 
 def _warn() -> None:

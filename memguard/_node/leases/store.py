@@ -149,7 +149,7 @@ class Store:
     def change_soon(self, work: Work[T]) -> T:
         """`change` for such a caller."""
         found = self._soon(functools.partial(self.change, work))
-        _in_vain.pop(self.path, None)
+        self.patient_again()
         return found
 
     def patient_again(self) -> None:
@@ -203,9 +203,8 @@ class Store:
                     raise self._unusable(f"is damaged ({error})") from None
                 if busy and time.monotonic() < until:
                     left = max(until - time.monotonic(), 0.0)
-                    time.sleep(
-                        min(random.uniform(0.5, 1.0) * pause, left)
-                    )  # without the lock: a fork may come meanwhile
+                    # Without the lock: a fork may come meanwhile.
+                    time.sleep(min(random.uniform(0.5, 1.0) * pause, left))
                     pause = min(1.5 * pause, _AGAIN[1])
                     continue
                 if busy:

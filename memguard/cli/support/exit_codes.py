@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from memguard.errors import MemguardError
+from memguard.errors import DeviceError, MemguardError
 
 YES: Final = 0
 """Done, or the answer is yes."""
@@ -33,32 +33,24 @@ def require_gpu() -> None:
 
     Passes if NVML fails for another reason: CUDA may work without it.
     """
-    from memguard._devices.nvml import Nvml
-    from memguard.errors import DeviceError
-
-    nvml = Nvml()
-    try:
-        if not nvml.devices() and not nvml.refused:
-            raise DeviceError("NVML sees no GPU", fix="check `nvidia-smi -L`", missing=True)
-    except DeviceError as error:
-        if error.missing:
-            raise
-    finally:
-        nvml.close()
+    if (why := _why_no_gpu()) is not None and why.missing:
+        raise why
 
 
 def gpu_here() -> bool:
     """Whether NVML finds a GPU: without one, what could not be answered ends with `NO_GPU`."""
-    from memguard._devices.nvml import Nvml
-    from memguard.errors import DeviceError
+    return _why_no_gpu() is None
 
+
+def _why_no_gpu() -> DeviceError | None:
+    from memguard._devices.nvml import Nvml
+
+    nvml = Nvml()
     try:
-        nvml = Nvml()
-    except DeviceError:
-        return False
-    try:
-        return bool(nvml.devices())
-    except DeviceError:
-        return False
+        if not nvml.devices():
+            return DeviceError("NVML sees no GPU", fix="check `nvidia-smi -L`", missing=not nvml.refused)
+    except DeviceError as error:
+        return error
     finally:
         nvml.close()
+    return None

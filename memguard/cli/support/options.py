@@ -39,7 +39,7 @@ class Duration(_Number):
 
     name = "duration"
 
-    def __init__(self, least: str = "0s", most: str = "7d") -> None:
+    def __init__(self, least: str, most: str) -> None:
         self._least, self._most = least, most
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import click
@@ -15,9 +15,10 @@ import click
 from memguard._base.text import visible
 from memguard._base.units import format_size
 from memguard._node.suspend.types import Progress, Wait
+from memguard.cli.support import exit_codes
 
 if TYPE_CHECKING:
-    from memguard._node.suspend.remote_suspend import Stop
+    from memguard._node.suspend.remote_suspend import Result, Stop
 
 T = TypeVar("T")
 _LOOK = 0.1
@@ -117,6 +118,14 @@ def interruptible(call: Callable[[], T], stop: Stop, says: str) -> tuple[T, bool
     if wrong:
         raise wrong[0]
     return found[0], bool(came)
+
+
+def exit_code(results: Sequence[Result], interrupted: bool) -> int:
+    """The worst result's; NO_GPU if the driver did not answer because there is no GPU."""
+    code = max(one.code for one in results)
+    if code == exit_codes.UNKNOWN and not exit_codes.gpu_here():
+        code = exit_codes.NO_GPU
+    return exit_codes.INTERRUPTED if interrupted and code else code
 
 
 @contextlib.contextmanager
